@@ -1,0 +1,1 @@
+"""Kernels of the attention backends, each with a reference implementation and its test."""

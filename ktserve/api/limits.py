@@ -1,0 +1,127 @@
+"""Whether a request is let in: the model's room, the tenant's limits, a server that is stopping."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ktserve.api.errors import ApiError
+from ktserve.messages import EngineInfo
+from ktserve.tenancy.tenants import Tenant
+
+BUSY_RETRY_S = 1
+DRAINING_RETRY_S = 5
+
+
+def fit(
+    prompt_tokens: int, asked: int | None, field: str, info: EngineInfo, tenant: Tenant, param: str
+) -> int:
+    """How many tokens may be generated after a prompt of ``prompt_tokens``.
+
+    Args:
+        asked: what the request asks for; None is all that fits.
+        field: the field that asks, for the message.
+        param: the field that holds the prompt.
+
+    Raises:
+        ApiError: 400 with the numbers, when prompt and output together can never fit.
+    """
+    if prompt_tokens == 0:
+        raise ApiError(
+            400, f"{param} has no tokens; send at least one", code="empty_prompt", param=param
+        )
+    room, what, code = _room(info, tenant)
+    if prompt_tokens + (asked or 1) > room:
+        output = f"and {field} is {asked}, together {prompt_tokens + asked}" if asked else ""
+        remedy = f"shorten the prompt or lower {field}" if asked else "shorten the prompt"
+        raise ApiError(
+            400,
+            f"the prompt has {prompt_tokens} tokens{' ' + output if output else ''}; "
+            f"{what} is {room} tokens, prompt and output together: {remedy}",
+            code=code,
+            param=param if prompt_tokens >= room or asked is None else field,
+        )
+    return room - prompt_tokens if asked is None else asked
+
+
+class Admissions:
+    """Counts what is in flight, by tenant and in all, and lets no more in than may be.
+
+    One sequence is one prompt's one choice, so that a batch or ``n`` is no way around a limit.
+
+    Attributes:
+        draining: nothing more is let in.
+    """
+
+    def __init__(self) -> None:
+        self._sequences: Counter[str] = Counter()
+        self._requests = 0
+        self.draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def drain(self) -> None:
+        """Let nothing more in."""
+        self.draining = True
+
+    async def idle(self) -> None:
+        """Return when no request is in flight."""
+        await self._idle.wait()
+
+    @contextmanager
+    def admit(self, tenant: Tenant, sequences: int) -> Iterator[None]:
+        """Hold ``sequences`` places of ``tenant`` while the request is in flight.
+
+        Raises:
+            ApiError: 503 while draining; 429 when the tenant's places are taken; 400 when the
+                request alone needs more than the tenant has.
+        """
+        if self.draining:
+            raise ApiError(
+                503,
+                "the server is stopping and takes no new requests; try again",
+                code="draining",
+                retry_after=DRAINING_RETRY_S,
+            )
+        limit = tenant.limits.max_concurrent_requests
+        if limit is not None and sequences > limit:
+            raise ApiError(
+                400,
+                f"the request asks for {sequences} texts at once; the tenant's limit, "
+                f"max_concurrent_requests, is {limit}: send fewer prompts or a lower n",
+                code="too_many_sequences",
+                param="n",
+            )
+        if limit is not None and self._sequences[tenant.name] + sequences > limit:
+            raise ApiError(
+                429,
+                f"the tenant has {self._sequences[tenant.name]} requests in flight and asks for "
+                f"{sequences} more; its limit, max_concurrent_requests, is {limit}: try again when "
+                "one has ended",
+                code="concurrency_limit",
+                retry_after=BUSY_RETRY_S,
+            )
+        self._sequences[tenant.name] += sequences
+        self._requests += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._sequences[tenant.name] -= sequences
+            self._requests -= 1
+            if self._requests == 0:
+                self._idle.set()
+
+
+def _room(info: EngineInfo, tenant: Tenant) -> tuple[int, str, str]:
+    rooms = [
+        (info.context_length, "the model's context_length", "context_length_exceeded"),
+        (info.pool_tokens, "the server's page pool", "pool_exceeded"),
+    ]
+    if tenant.limits.max_context is not None:
+        rooms.append(
+            (tenant.limits.max_context, "the tenant's limit, max_context,", "tenant_max_context")
+        )
+    return min(rooms, key=lambda room: room[0])

@@ -1,0 +1,88 @@
+"""What the operator is told once the server is ready, and warned of when it starts."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from ktserve.config import Settings
+from ktserve.logs import clean
+from ktserve.messages import EngineInfo
+
+SHARING_MODE = "shared: one LRU"
+
+
+def banner_rows(
+    info: EngineInfo, settings: Settings, url: str, tenants: int | None, runtime_dir: Path
+) -> list[tuple[str, str]]:
+    """The banner's lines as (label, text), safe to print.
+
+    Args:
+        url: where the API listens.
+        tenants: how many the file of tenants has; None where there is no file.
+    """
+    pages = info.pool_tokens // info.page_size
+    if tenants is not None:
+        who = f"{tenants}, by API key"
+    elif settings.api_key is not None:
+        who = "one tenant, one key"
+    else:
+        who = "one tenant, no key"
+    rows = [
+        ("model", f"{info.model} ({info.architecture})"),
+        ("device", f"{info.device}, attention: {info.attention_backend}"),
+        ("precision", info.dtype),
+        ("pool", f"{info.pool_tokens:,} tokens in {pages:,} pages of {info.page_size:,}"),
+        ("context", f"{info.context_length:,} tokens"),
+        ("sharing", SHARING_MODE),
+        ("tenants", who),
+        ("URL", f"{url}/v1"),
+        ("sockets", str(runtime_dir)),
+    ]
+    return [(label, clean(text)) for label, text in rows]
+
+
+def print_banner(rows: Sequence[tuple[str, str]], out: TextIO) -> None:
+    """Print ``rows``: in a frame on a terminal, else as ``label: text`` lines for programs."""
+    if not out.isatty():
+        print("ktserve is ready", file=out)
+        for label, text in rows:
+            print(f"{label}: {text}", file=out)
+        out.flush()
+        return
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        # As Text, so that brackets in a value are not taken for markup.
+        table.add_row(label, Text(text))
+    Console(file=out).print(
+        Panel(table, title="ktserve is ready", title_align="left", expand=False)
+    )
+
+
+def exposure_warning(settings: Settings) -> str | None:
+    """What to warn of when others can reach a server that asks for no key, else None."""
+    if settings.tenants is not None or settings.api_key is not None:
+        return None
+    if _is_loopback(settings.host):
+        return None
+    return (
+        f"--host {settings.host} can be reached from other machines and no key is asked for: "
+        "anyone who reaches it can use the model, and all of them share one cache. "
+        "Set --tenants or --api-key, or listen on --host 127.0.0.1"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

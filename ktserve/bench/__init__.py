@@ -1,0 +1,1 @@
+"""Measuring servers: a load generator for any OpenAI-compatible endpoint."""

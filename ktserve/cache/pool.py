@@ -1,0 +1,54 @@
+"""The free list."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+PageIds = npt.NDArray[np.int64]
+
+
+class PagePool:
+    """Hands out page ids and takes them back; knows nothing of who holds them.
+
+    Attributes:
+        total: pages of the pool; ids are 0 to ``total - 1``.
+    """
+
+    def __init__(self, total: int) -> None:
+        if total < 1:
+            raise ValueError(f"a page pool needs at least one page, not {total}")
+        self.total = total
+        self._stack: PageIds = np.arange(total - 1, -1, -1, dtype=np.int64)
+        self._free = total
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return self._free
+
+    def take(self, count: int) -> PageIds:
+        """``count`` free pages, which now belong to the caller.
+
+        Raises:
+            ValueError: fewer are free; callers check `free` first.
+        """
+        if not 0 <= count <= self._free:
+            raise ValueError(f"{count} pages asked for, {self._free} are free")
+        self._free -= count
+        return self._stack[self._free : self._free + count].copy()
+
+    def give_back(self, pages: PageIds) -> None:
+        """Return pages that the caller holds; it must not use them afterwards.
+
+        Raises:
+            ValueError: more pages than are out, which means that one came back twice.
+        """
+        if self._free + len(pages) > self.total:
+            raise ValueError(f"{len(pages)} pages came back, {self.total - self._free} were out")
+        self._stack[self._free : self._free + len(pages)] = pages
+        self._free += len(pages)
+
+    def free_ids(self) -> PageIds:
+        """The free pages, for audits."""
+        return self._stack[: self._free].copy()

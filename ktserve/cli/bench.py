@@ -1,0 +1,259 @@
+"""`ktserve bench`: measure servers."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from ktserve.cli.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from ktserve.bench.results import Results
+    from ktserve.bench.serve import Plan, Server
+
+app = typer.Typer(
+    help="Measure servers.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+_SECRET_FLAGS = ("--api-key", "--vs-api-key")
+_MAX_AT_ONCE = 256
+
+
+@app.callback()
+def bench() -> None:
+    """Measure servers."""
+
+
+@app.command()
+def serve(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:30000",
+    model: Annotated[
+        str, typer.Option(help="The model's name; the one it lists if left out.")
+    ] = "",
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="Better in the environment.", envvar="KTSERVE_BENCH_API_KEY"),
+    ] = None,
+    extra_body: Annotated[
+        str, typer.Option(metavar="JSON", help="An object whose fields go into every request.")
+    ] = "{}",
+    vs: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A second server, measured side by side with the first."),
+    ] = None,
+    vs_model: Annotated[str, typer.Option(help="Its model's name.")] = "",
+    vs_api_key: Annotated[
+        str | None, typer.Option(help="Its key.", envvar="KTSERVE_BENCH_VS_API_KEY")
+    ] = None,
+    vs_extra_body: Annotated[str, typer.Option(metavar="JSON", help="Its extra fields.")] = "{}",
+    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
+    workload: Annotated[
+        str, typer.Option(help="Any of ttft, decode and shared.")
+    ] = "ttft,decode,shared",
+    concurrency: Annotated[str, typer.Option(help="Requests at once of decode.")] = "1,4,16",
+    runs: Annotated[int, typer.Option(min=1, max=100, help="Medians are over these.")] = 3,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=32, max=1_000_000, help="Of ttft's prompts, about.")
+    ] = 444,
+    output_tokens: Annotated[
+        int, typer.Option(min=2, max=100_000, help="That each request of decode gives.")
+    ] = 64,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Of the prompts. With one seed, a second run finds them warm."),
+    ] = None,
+    request_timeout: Annotated[
+        float, typer.Option(min=1, max=3600, help="Seconds without a byte.")
+    ] = 300,
+    time_limit: Annotated[
+        float, typer.Option(min=1, max=86_400, help="Seconds for everything.")
+    ] = 1800,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON.")
+    ] = None,
+    allow_remote: Annotated[
+        bool, typer.Option("--allow-remote", help="Send load to another machine.")
+    ] = False,
+) -> None:
+    """Measure an OpenAI-compatible server: time to first token, decoding, a shared prefix.
+
+    Ctrl-C prints what there is.
+    """
+    from ktserve.bench.results import Results
+    from ktserve.bench.serve import Plan, Server
+    from ktserve.bench.target import TargetError
+    from ktserve.bench.workloads import Shape
+
+    servers = [
+        Server(
+            label="A",
+            url=_address("--url", url, allow_remote),
+            model=model,
+            api_key=api_key,
+            extra=_object("--extra-body", extra_body),
+        )
+    ]
+    if vs is not None:
+        servers.append(
+            Server(
+                label="B",
+                url=_address("--vs", vs, allow_remote),
+                model=vs_model,
+                api_key=vs_api_key,
+                extra=_object("--vs-extra-body", vs_extra_body),
+            )
+        )
+    plan = Plan(
+        workloads=_workloads(workload),
+        runs=runs,
+        shape=Shape(
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            concurrency=_concurrency(concurrency),
+        ),
+        endpoint=_endpoint(endpoint),
+        time_limit=time_limit,
+        request_timeout=request_timeout,
+        seed=seed,
+    )
+    if json_file is not None and not json_file.parent.is_dir():
+        _refuse(f"--json: the directory {json_file.parent} does not exist; make it first")
+    results = Results(tuple(server.label for server in servers))
+    record = _record(plan)
+    try:
+        _measure(servers, plan, results)
+    except TargetError as error:
+        _say(str(error))
+        sys.exit(ExitCode.CANNOT_CONNECT)
+    finally:
+        if results.found:
+            _report(servers, results, json_file, record)
+    if results.failures:
+        sys.exit(ExitCode.CHECK_FAILED)
+    if results.stopped is not None:
+        sys.exit(ExitCode.INCONCLUSIVE)
+
+
+def _measure(servers: list[Server], plan: Plan, results: Results) -> None:
+    import asyncio
+
+    from ktserve.bench.serve import measure
+
+    try:
+        asyncio.run(measure(servers, plan, results, _say))
+    except KeyboardInterrupt:
+        results.stopped = "interrupted"
+
+
+def _report(
+    servers: list[Server], results: Results, json_file: Path | None, record: dict[str, Any]
+) -> None:
+    from ktserve.bench.results import write_json
+    from ktserve.logs import clean
+
+    for server in servers:
+        found = results.found.get(server.label, {})
+        typer.echo(f"{server.label} = {clean(server.url)}  model {clean(found.get('model', '?'))}")
+        if found and "ignore_eos" not in found["accepted_fields"]:
+            typer.echo(f"    {server.label} takes no ignore_eos: answers may end early")
+    typer.echo()
+    typer.echo(results.table())
+    if json_file is not None:
+        write_json(json_file, {**record, **results.document()})
+        _say(f"written to {json_file}")
+
+
+def _record(plan: Plan) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from ktserve.bench.machine import describe, versions
+
+    return {
+        "command": shlex.join(_without_secrets(["ktserve", *sys.argv[1:]])),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "machine": describe(),
+        "plan": asdict(plan),
+    }
+
+
+def _without_secrets(arguments: list[str]) -> list[str]:
+    shown: list[str] = []
+    hide_next = False
+    for argument in arguments:
+        flag, separator, _ = argument.partition("=")
+        shown.append("***" if hide_next else argument)
+        hide_next = argument in _SECRET_FLAGS
+        if separator and flag in _SECRET_FLAGS:
+            shown[-1] = f"{flag}=***"
+    return shown
+
+
+def _address(flag: str, url: str, allow_remote: bool) -> str:
+    from ktserve.bench.target import is_loopback
+
+    try:
+        local = is_loopback(url)
+    except ValueError as error:
+        _refuse(f"{flag}: {error}; give one like http://127.0.0.1:30000")
+    if not local and not allow_remote:
+        _refuse(
+            f"{flag}: {url} is not on this machine (127.0.0.0/8, [::1] or localhost); "
+            "add --allow-remote if that server is yours to load"
+        )
+    return url.rstrip("/")
+
+
+def _object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        _refuse(f"{flag}: must be a JSON object, for example '{{\"top_k\": 1}}'")
+    return value
+
+
+def _workloads(text: str) -> list[Any]:
+    from ktserve.bench.serve import WORKLOADS
+
+    names = [name.strip() for name in text.split(",")]
+    wrong = [name for name in names if name not in WORKLOADS]
+    if wrong or len(set(names)) < len(names):
+        _refuse(f"--workload: takes each of {', '.join(WORKLOADS)} once at most, not {text!r}")
+    return names
+
+
+def _concurrency(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts) or len(parts) > 16:
+        _refuse("--concurrency: takes up to 16 numbers, for example 1,4,16")
+    numbers = tuple(int(part) for part in parts)
+    if not all(1 <= number <= _MAX_AT_ONCE for number in numbers) or len(set(numbers)) < len(parts):
+        _refuse(f"--concurrency: takes different numbers from 1 to {_MAX_AT_ONCE}")
+    return numbers
+
+
+def _endpoint(text: str) -> Any:
+    if text not in ("chat", "completions"):
+        _refuse(f"--endpoint: is chat or completions, not {text!r}")
+    return text
+
+
+def _refuse(problem: str) -> NoReturn:
+    _say(problem)
+    sys.exit(ExitCode.USAGE)
+
+
+def _say(text: str) -> None:
+    from ktserve.logs import clean
+
+    typer.echo(f"ktserve bench serve: {clean(text)}", err=True)

@@ -1,0 +1,66 @@
+"""What `ktserve run --dry-run` shows: every setting with its origin, and what memory would hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from ktserve.config import declared
+from ktserve.logs import clean
+
+if TYPE_CHECKING:
+    from ktserve.models.memory import MemoryPlan
+    from ktserve.resolution import Resolved
+
+
+def show_settings(resolved: Resolved, out: TextIO) -> None:
+    """Print each setting's name, value and origin; secrets are not shown."""
+    rows = [
+        (name, clean(setting.shown(getattr(resolved.settings, name))), resolved.origins[name])
+        for name, setting in declared().items()
+    ]
+    _table("Settings", ("setting", "value", "from"), rows, out)
+
+
+def show_plan(plan: MemoryPlan, out: TextIO) -> None:
+    """Print what the weights take and how many tokens the pages would hold."""
+    rows = [
+        ("device", clean(plan.device)),
+        ("dtype", plan.dtype),
+        ("weights", _bytes(plan.weight_bytes)),
+        ("available", _bytes(plan.available_bytes)),
+        ("page pool", _bytes(plan.pool_bytes)),
+        ("bytes per token", f"{plan.kv_bytes_per_token:,}"),
+        ("page size", f"{plan.page_size:,} tokens"),
+        ("pages", f"{plan.pages:,}"),
+        ("tokens that fit", f"{plan.tokens:,}"),
+        ("context length", f"{plan.context_length:,} tokens"),
+    ]
+    _table("Memory plan", ("", ""), rows, out)
+    for note in plan.notes:
+        print(f"note: {clean(note)}", file=out)
+
+
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], out: TextIO) -> None:
+    """A rich table on a terminal; elsewhere the rows alone, separated by tabs, for programs."""
+    if not out.isatty():
+        for row in rows:
+            print("\t".join(row), file=out)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", show_header=any(header), box=None)
+    for column in header:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        # As Text, so that brackets in a value are not taken for markup.
+        table.add_row(*(Text(cell) for cell in row))
+    Console(file=out).print(table)
+
+
+def _bytes(count: int) -> str:
+    power = min(max(count.bit_length() - 1, 0) // 10, 4)
+    unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{count / 1024**power:,.{1 if power else 0}f} {unit}"

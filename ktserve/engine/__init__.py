@@ -1,0 +1,1 @@
+"""The engine: it schedules sequences, runs the model over paged keys and values, and samples."""

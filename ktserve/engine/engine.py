@@ -1,0 +1,189 @@
+"""One step after another: admit, run, sample, answer."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+
+from ktserve.cache import CacheManager
+from ktserve.engine.runner import ModelRunner
+from ktserve.engine.sampler import Sampled, Sampler
+from ktserve.engine.scheduler import Batch, Scheduler
+from ktserve.engine.sequence import Sequence
+from ktserve.engine.steplog import StepLog
+from ktserve.messages import (
+    Abort,
+    EngineStats,
+    FinishReason,
+    Request,
+    RequestFailed,
+    StepOutput,
+    ToEngine,
+    TokenLogprobs,
+    TokenOutput,
+)
+
+log = logging.getLogger("ktserve.engine")
+
+
+class Engine:
+    """The requests of one API process, from their arrival to their last token.
+
+    Knows no sockets: messages go in by `receive`, and each `step` gives what there is to say.
+
+    Args:
+        draw_seed: gives the seed of a request that brings none, 63 bits.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        cache: CacheManager,
+        runner: ModelRunner,
+        sampler: Sampler,
+        eos_token_ids: tuple[int, ...],
+        steplog: StepLog,
+        draw_seed: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._cache = cache
+        self._runner = runner
+        self._sampler = sampler
+        self._eos = frozenset(eos_token_ids)
+        self._steplog = steplog
+        system = random.SystemRandom()
+        self._draw_seed = draw_seed or (lambda: system.getrandbits(63))
+        self._clock = clock
+        self._sequences: dict[int, Sequence] = {}
+        self._outputs: list[TokenOutput | RequestFailed] = []
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._generated_tokens = 0
+        self._breaches = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return self._scheduler.busy or bool(self._outputs)
+
+    def receive(self, message: ToEngine) -> None:
+        """Take in a request or the end of one."""
+        if isinstance(message, Abort):
+            self._end(message.request_id)
+            return
+        self._add(message)
+
+    def abort_all(self) -> None:
+        """End every request: nobody waits for them any more."""
+        for request_id in list(self._sequences):
+            self._end(request_id)
+        self._outputs.clear()
+
+    def step(self) -> StepOutput | None:
+        """Run one step; None where there is nothing to say."""
+        batch = self._scheduler.next_batch()
+        if batch is not None:
+            self._steplog.scheduled(batch, self._scheduler, self._cache)
+            logits = self._runner.run(batch)
+            sampling = [part.sequence for part in batch.parts if part.samples]
+            sampled = self._sampler.sample(logits, sampling) if sampling else []
+            self._scheduler.computed(batch)
+            self._count(batch)
+            for sequence, result in zip(sampling, sampled, strict=True):
+                self._advance(sequence, result)
+        self._check()
+        if not self._outputs:
+            return None
+        outputs, self._outputs = self._outputs, []
+        return StepOutput(outputs=outputs, stats=self.stats())
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges of now."""
+        return EngineStats(
+            running=len(self._scheduler.running),
+            queued=len(self._scheduler.waiting),
+            pages_total=self._cache.pool.total,
+            pages_free=self._cache.pool.free,
+            pages_evictable=self._cache.forest.evictable,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated_tokens,
+            evicted_tokens=self._cache.forest.evicted * self._cache.page_size,
+            preemptions=self._scheduler.preemptions,
+            invariant_breaches=self._breaches,
+        )
+
+    def _add(self, request: Request) -> None:
+        seed = request.sampling.seed
+        sequence = Sequence(
+            request,
+            seed=self._draw_seed() if seed is None else seed,
+            arrival=self._clock(),
+        )
+        refusal = self._scheduler.add(sequence)
+        if refusal is not None:
+            self._outputs.append(refusal)
+            return
+        self._sequences[request.request_id] = sequence
+
+    def _end(self, request_id: int) -> None:
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self._scheduler.remove(sequence)
+
+    def _count(self, batch: Batch) -> None:
+        for sequence in batch.admitted:
+            if not sequence.preemptions:
+                assert sequence.cached_tokens is not None
+                self._prompt_tokens += sequence.prompt_tokens
+                self._cached_tokens += sequence.cached_tokens
+
+    def _advance(self, sequence: Sequence, result: Sampled) -> None:
+        sequence.append(result.token)
+        self._generated_tokens += 1
+        finish, by_token = self._finish(sequence, result.token)
+        logprobs: list[TokenLogprobs] | None = None
+        if result.logprobs is not None:
+            logprobs = [result.logprobs]
+        self._outputs.append(
+            TokenOutput(
+                request_id=sequence.request.request_id,
+                token_ids=[result.token],
+                cached_tokens=None if sequence.announced else sequence.cached_tokens,
+                logprobs=logprobs,
+                finish=finish,
+                stopped_by_token=by_token,
+            )
+        )
+        sequence.announced = True
+        if finish is not None:
+            self._end(sequence.request.request_id)
+
+    def _finish(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, bool]:
+        parameters = sequence.request.sampling
+        ends = token in parameters.stop_token_ids or (
+            token in self._eos and not parameters.ignore_eos
+        )
+        if ends:
+            return "stop", True
+        if sequence.generated >= parameters.max_tokens:
+            return "length", False
+        return None, False
+
+    def _check(self) -> None:
+        """Raise the alarm, not the server, where the books do not add up."""
+        if self._cache.balanced():
+            return
+        self._breaches += 1
+        log.error(
+            "cache invariant broken (%d times): free %d + resident %d + private %d != total %d",
+            self._breaches,
+            self._cache.pool.free,
+            self._cache.forest.resident,
+            self._cache.private.total(),
+            self._cache.pool.total,
+        )

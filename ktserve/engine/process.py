@@ -1,0 +1,202 @@
+"""The engine process: sockets on one side, the engine on the other."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+import zmq
+
+from ktserve.attention import KVStorage, create_backend
+from ktserve.cache import CacheManager, PagePool
+from ktserve.config import Settings
+from ktserve.engine.engine import Engine
+from ktserve.engine.runner import ModelRunner
+from ktserve.engine.sampler import Sampler
+from ktserve.engine.scheduler import Scheduler, SchedulerLimits
+from ktserve.engine.steplog import StepLog
+from ktserve.ipc import (
+    BlockingSupervisorLink,
+    ChildConfig,
+    configure_socket,
+    engine_address,
+    new_boot_id,
+)
+from ktserve.messages import EngineInfo, EngineReady, Stop, ToEngine
+from ktserve.models import loading, memory
+from ktserve.models.source import resolve
+
+log = logging.getLogger("ktserve.engine")
+
+CPU_PREFILL_TOKENS = 512
+CUDA_PREFILL_TOKENS = 2048
+
+
+class StartedEngine(NamedTuple):
+    """An engine that is ready to serve.
+
+    Attributes:
+        info: what the API process needs to know of it.
+    """
+
+    engine: Engine
+    info: EngineInfo
+
+
+def start(settings: Settings, pseudonym_key: bytes) -> StartedEngine:
+    """Load the model and lay out the memory.
+
+    Raises:
+        ValueError: a setting or the model cannot be served; the message says what to change.
+        OSError: a file cannot be read or written.
+    """
+    if settings.cpu_threads is not None:
+        torch.set_num_threads(settings.cpu_threads)
+    began = time.monotonic()
+    source = resolve(settings.model, settings.load_format, settings.revision, settings.cache_dir)
+    config = loading.read_config(loading.directory_of(source))
+    device = loading.choose_device(settings.device)
+    dtype = loading.choose_dtype(settings.dtype, config, device)
+    plan = memory.plan_pool(
+        config,
+        settings,
+        device=device,
+        dtype=dtype,
+        weight_bytes=memory.count_weight_bytes(config, dtype),
+        available_bytes=memory.available_bytes(device),
+    )
+    loaded = loading.load(source, dtype=dtype, device=device, seed=settings.random_seed or 0)
+    kv_heads, head_dim = memory.kv_shape(config)
+    storage = KVStorage(
+        layers=config.num_hidden_layers,
+        pages=plan.pages,
+        page_size=plan.page_size,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+    )
+    backend = create_backend(settings.attention_backend)
+    vocab_size: int = config.vocab_size
+    cache = CacheManager(
+        PagePool(plan.pages), plan.page_size, enabled=not settings.disable_radix_cache
+    )
+    engine = Engine(
+        scheduler=Scheduler(cache, _limits(settings, plan.context_length, device)),
+        cache=cache,
+        runner=ModelRunner(loaded, storage, backend, device),
+        sampler=Sampler(loaded.eos_token_ids, vocab_size),
+        eos_token_ids=loaded.eos_token_ids,
+        steplog=StepLog(pseudonym_key),
+        draw_seed=_seeds(settings.random_seed),
+    )
+    # The model lives as long as the process: keep the collector from walking it again and again.
+    gc.collect()
+    gc.freeze()
+    log.info(
+        "%s loaded in %.1f s: %s on %s, %d tokens in %d pages",
+        source.name,
+        time.monotonic() - began,
+        plan.dtype,
+        plan.device,
+        plan.tokens,
+        plan.pages,
+    )
+    info = EngineInfo(
+        model=source.name,
+        architecture=type(loaded.model).__name__,
+        device=plan.device,
+        dtype=plan.dtype,
+        attention_backend=backend.name,
+        context_length=plan.context_length,
+        page_size=plan.page_size,
+        pool_tokens=plan.tokens,
+        kv_bytes_per_token=plan.kv_bytes_per_token,
+        weight_bytes=loaded.weight_bytes,
+        vocab_size=vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        max_running_requests=settings.max_running_requests,
+        max_queued_requests=settings.max_queued_requests,
+    )
+    return StartedEngine(engine, info)
+
+
+def serve(config: ChildConfig, link: BlockingSupervisorLink) -> None:
+    """Load, say ready, and run until the supervisor says stop.
+
+    Raises:
+        ValueError: see `start`.
+        OSError: see `start`.
+    """
+    engine, info = start(config.settings, config.pseudonym_key)
+    boot = new_boot_id()
+    address = engine_address(config.runtime_dir, boot)
+    context: zmq.Context[Any] = zmq.Context.instance()
+    requests = context.socket(zmq.ROUTER)
+    configure_socket(requests)
+    requests.bind(address)
+    link.send(EngineReady(boot=boot, endpoint=address, info=info))
+    poller = zmq.Poller()
+    poller.register(requests, zmq.POLLIN)
+    poller.register(link.socket, zmq.POLLIN)
+    decoder = msgspec.msgpack.Decoder(ToEngine)
+    encoder = msgspec.msgpack.Encoder()
+    client: bytes | None = None
+    while True:
+        ready = dict(poller.poll(0 if engine.busy else None))
+        if link.socket in ready:
+            while (message := link.receive_nowait()) is not None:
+                if isinstance(message, Stop):
+                    return
+        if requests in ready:
+            for identity, payload in _received(requests):
+                if identity != client:
+                    # The API process was restarted: nobody waits for what the old one asked for.
+                    engine.abort_all()
+                    client = identity
+                engine.receive(decoder.decode(payload))
+        if engine.busy:
+            output = engine.step()
+            if output is not None and client is not None:
+                # Unbounded and to a peer that may be gone: neither blocks nor fails.
+                requests.send_multipart([client, encoder.encode(output)])
+
+
+def _received(socket: zmq.Socket[bytes]) -> list[tuple[bytes, bytes]]:
+    messages: list[tuple[bytes, bytes]] = []
+    while True:
+        try:
+            identity, payload = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return messages
+        messages.append((identity, payload))
+
+
+def _limits(settings: Settings, context_length: int, device: torch.device) -> SchedulerLimits:
+    prefill = settings.chunked_prefill_size
+    if prefill is None:
+        prefill = CUDA_PREFILL_TOKENS if device.type == "cuda" else CPU_PREFILL_TOKENS
+    elif prefill == -1:
+        prefill = context_length
+    batched = settings.max_num_batched_tokens
+    if batched is None:
+        batched = prefill + settings.max_running_requests
+    return SchedulerLimits(
+        max_running=settings.max_running_requests,
+        max_queued=settings.max_queued_requests,
+        max_batched_tokens=batched,
+        prefill_tokens=prefill,
+        policy=settings.schedule_policy,
+    )
+
+
+def _seeds(random_seed: int | None) -> Any:
+    if random_seed is None:
+        return None
+    generator = random.Random(random_seed)
+    return lambda: generator.getrandbits(63)

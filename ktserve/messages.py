@@ -1,0 +1,234 @@
+"""What the processes say to each other: typed structs, MessagePack over ZeroMQ.
+
+`Request` is the one object that describes a request from the HTTP route to the sampler. It is built
+once, where the tenant is known, and is then held, never copied field by field into another.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ktserve.tenancy.namespace import Namespace
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token is chosen. The values are in range: routes check them before.
+
+    Attributes:
+        max_tokens: the most tokens to generate, at least 1.
+        min_tokens: before this many tokens no end-of-sequence or stop id can be chosen.
+        temperature: 0 is greedy.
+        top_k: 0 is off.
+        logit_bias: token id to bias, added to its logit.
+        seed: two requests with the same seed, prompt and parameters give the same tokens, whatever
+            else is in the batch; None draws one.
+        stop_token_ids: these end the sequence, besides the model's own end-of-sequence ids.
+        ignore_eos: the model's own end-of-sequence ids do not end it.
+        logprobs: how many alternatives to report for each token; 0 reports the chosen token's
+            log-probability alone, None reports nothing.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
+    """One prompt to complete once.
+
+    Attributes:
+        request_id: unique within one life of the API process.
+        namespace: under which its prefix is looked up and kept. Required, here and everywhere.
+        prompt: token ids as bytes, see `ktserve.tokens`; at least one token.
+    """
+
+    request_id: int
+    namespace: Namespace
+    prompt: bytes
+    sampling: SamplingParams
+
+
+class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
+    """The client is gone, or has what it asked for: end the request. Unknown ids are ignored."""
+
+    request_id: int
+
+
+ToEngine = Request | Abort
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one generated position, natural logarithm, of the model's own
+    distribution: before bias, penalties, temperature and truncation.
+
+    Attributes:
+        logprob: the chosen token's.
+        top: the most likely tokens and theirs, most likely first.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, tag="tokens", omit_defaults=True):
+    """What one step gave one request.
+
+    Attributes:
+        token_ids: the new tokens, in order. A token that ended the sequence is among them.
+        cached_tokens: on the request's first output alone: the prompt tokens that came from the
+            cache, counted once, at first admission.
+        logprobs: one for each of ``token_ids``, where asked for.
+        finish: why the sequence ended, on its last output.
+        stopped_by_token: with finish "stop": the last of ``token_ids`` is a stop or
+            end-of-sequence token and not part of the text.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    cached_tokens: int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish: FinishReason | None = None
+    stopped_by_token: bool = False
+
+
+class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", omit_defaults=True):
+    """The request ends without (more) tokens.
+
+    Attributes:
+        status: the HTTP status that says so: 400, 429, 500 or 503.
+        code: a stable word for programs, for example ``queue_full``.
+        message: for people; holds no prompt, key or salt.
+        retry_after: seconds after which another try makes sense.
+    """
+
+    request_id: int
+    status: int
+    code: str
+    message: str
+    retry_after: int | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """Counters since the engine started and gauges of now; pages in pages, tokens in tokens."""
+
+    running: int
+    queued: int
+    pages_total: int
+    pages_free: int
+    pages_evictable: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    evicted_tokens: int
+    preemptions: int
+    invariant_breaches: int
+
+
+class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """Everything one engine step has to say to the API process, in one message."""
+
+    outputs: list[TokenOutput | RequestFailed]
+    stats: EngineStats
+
+
+FromEngine = StepOutput
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the API process must know of a ready engine to check requests before sending them.
+
+    Attributes:
+        model: what was loaded, for people: a directory, a hub name or ``packaged``.
+        architecture: the model class's name, for example ``LlamaForCausalLM``.
+        context_length: the most tokens of one sequence, prompt and output together.
+        pool_tokens: tokens that the page pool holds; no sequence can be longer.
+        vocab_size: ids below it are valid in a prompt.
+        weight_bytes: bytes of weights on the device.
+        eos_token_ids: the ids that end a sequence.
+    """
+
+    model: str
+    architecture: str
+    device: str
+    dtype: str
+    attention_backend: str
+    context_length: int
+    page_size: int
+    pool_tokens: int
+    kv_bytes_per_token: int
+    weight_bytes: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_running_requests: int
+    max_queued_requests: int
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """A child's first word to the supervisor."""
+
+    role: Literal["engine", "api"]
+    pid: int
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="engine_ready"):
+    """From the engine to the supervisor, and from there to the API: requests can be sent.
+
+    Attributes:
+        boot: a random id of this life of the engine.
+        endpoint: the ZeroMQ address on which it takes requests; another one in each life, so that
+            nothing meant for a dead engine can reach the next.
+    """
+
+    boot: str
+    endpoint: str
+    info: EngineInfo
+
+
+class EngineLost(msgspec.Struct, frozen=True, kw_only=True, tag="engine_lost"):
+    """From the supervisor to the API: the engine with this boot id is gone; fail what it held."""
+
+    boot: str
+    reason: str
+
+
+class ApiReady(msgspec.Struct, frozen=True, kw_only=True, tag="api_ready"):
+    """From the API to the supervisor: the HTTP socket listens on this URL."""
+
+    url: str
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="child_failed"):
+    """A child's last word: it cannot start or go on, and a restart would not mend it."""
+
+    message: str
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
+    """From the supervisor to the API: take no new requests; say Drained when none is in flight."""
+
+
+class Drained(msgspec.Struct, frozen=True, kw_only=True, tag="drained"):
+    """From the API to the supervisor: nothing is in flight any more."""
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """From the supervisor to a child: end now."""
+
+
+ToSupervisor = Hello | EngineReady | ApiReady | Failed | Drained
+FromSupervisor = EngineReady | EngineLost | Drain | Stop

@@ -1,0 +1,1 @@
+"""Models: where they come from, what can be served, and how they are loaded."""

@@ -1,0 +1,1 @@
+"""Who a request belongs to: namespaces, their encoding, tenants and their keys."""

@@ -1,0 +1,28 @@
+"""Token ids as bytes: 32-bit, little-endian, four bytes a token.
+
+This is the form in which prompts cross processes and in which the radix tree compares them: an
+immutable buffer, compared as memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+TOKEN_BYTES = 4
+
+
+def pack(token_ids: Iterable[int]) -> bytes:
+    """The bytes of ``token_ids``.
+
+    Raises:
+        OverflowError: an id does not fit 32 bits.
+    """
+    return np.array(list(token_ids), dtype="<i4").tobytes()
+
+
+def unpack(data: bytes) -> npt.NDArray[np.int32]:
+    """A read-only view ``[tokens]`` of packed ids."""
+    return np.frombuffer(data, dtype="<i4")

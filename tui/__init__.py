@@ -1,0 +1,1 @@
+"""The terminal interface of `ktserve inspect`: screens, widgets and styles."""
