@@ -22,13 +22,16 @@ def write_pages(pages: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) ->
 
 
 def gather_pages(pages: torch.Tensor, table: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    """The rows of tokens ``first`` to ``end`` of a sequence, as ``[end - first, kv_heads, head_dim]``.
+    """The rows of tokens ``first`` to ``end`` of a sequence.
 
     Args:
         pages: ``[pages, page_size, kv_heads, head_dim]``.
         table: int64, the sequence's pages in order.
         first: a multiple of the page size.
         end: at most ``len(table) * page_size``.
+
+    Returns:
+        ``[end - first, kv_heads, head_dim]``.
     """
     page_size = pages.shape[1]
     used = table[first // page_size : -(-end // page_size)]

@@ -15,16 +15,16 @@ SHARING_MODE = "shared: one LRU"
 
 
 def banner_rows(
-    info: EngineInfo, settings: Settings, url: str, tenants: int | None, runtime_dir: Path
+    info: EngineInfo, settings: Settings, url: str, tenants: int, runtime_dir: Path
 ) -> list[tuple[str, str]]:
     """The banner's lines as (label, text), safe to print.
 
     Args:
         url: where the API listens.
-        tenants: how many the file of tenants has; None where there is no file.
+        tenants: how many there are.
     """
     pages = info.pool_tokens // info.page_size
-    if tenants is not None:
+    if settings.tenants is not None:
         who = f"{tenants}, by API key"
     elif settings.api_key is not None:
         who = "one tenant, one key"

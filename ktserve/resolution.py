@@ -26,7 +26,7 @@ CONFIG_VARIABLE = ENVIRONMENT_PREFIX + "CONFIG"
 DEFAULT_ORIGIN = "default"
 
 _OTHER_VARIABLES = (CONFIG_VARIABLE, ENVIRONMENT_PREFIX + "DATA")
-_TEST_PREFIX = ENVIRONMENT_PREFIX + "TEST_"
+_OTHER_PREFIXES = (ENVIRONMENT_PREFIX + "BENCH_", ENVIRONMENT_PREFIX + "TEST_")
 _SWITCH_WORDS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
@@ -93,7 +93,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
         elif (
             variable.startswith(ENVIRONMENT_PREFIX)
             and variable not in _OTHER_VARIABLES
-            and not variable.startswith(_TEST_PREFIX)
+            and not variable.startswith(_OTHER_PREFIXES)
         ):
             raise SettingError(
                 f"{clean(variable)} (environment) is no setting{_suggest(variable, variables)}; "

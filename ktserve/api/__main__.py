@@ -10,6 +10,7 @@ import ssl
 import sys
 
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from ktserve import logs
@@ -212,7 +213,7 @@ def main() -> int:
     config = read_child_config(sys.stdin.buffer)
     exit_with_supervisor(sys.stdin.buffer)
     logs.configure(config.settings.log_level, config.settings.log_format, process="api")
-    return asyncio.run(_run(config))
+    return uvloop.run(_run(config))
 
 
 async def _run(config: ChildConfig) -> int:

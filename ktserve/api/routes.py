@@ -6,6 +6,7 @@ import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from ktserve.api import fields
 from ktserve.api.answering import GenerationResponse
@@ -109,6 +110,10 @@ async def detokenize(request: Request, _tenant: Authenticated) -> Response:
 @router.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
 async def unknown(request: Request, path: str, _tenant: Authenticated) -> Response:
     """Everything else under /v1, so that it asks for a key like the rest."""
+    if any(route.matches(request.scope)[0] is Match.PARTIAL for route in router.routes):
+        raise ApiError(
+            405, f"{request.method} is not allowed on /v1/{shown(path)}", code="method_not_allowed"
+        )
     raise ApiError(
         404,
         f"{request.method} /v1/{shown(path)} does not exist in this version",

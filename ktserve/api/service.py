@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ktserve import __version__
 from ktserve.api.errors import ApiError, shown
 from ktserve.api.generation import Engine
 from ktserve.api.limits import Admissions
@@ -69,5 +70,12 @@ class Service:
 
     def fingerprint(self, info: EngineInfo) -> str:
         """A word that changes when the same seed may give another text."""
-        parts = (info.architecture, self.model, info.dtype, info.device, info.attention_backend)
+        parts = (
+            __version__,
+            info.architecture,
+            self.model,
+            info.dtype,
+            info.device,
+            info.attention_backend,
+        )
         return "fp_" + hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,6 @@ class Tokenization:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.bytes = TokenBytes(tokenizer)
-        self._longest_token = self._find_longest_token()
 
     def least_tokens(self, text: str) -> int:
         """A number of tokens that ``text`` certainly reaches, known without tokenizing it.
@@ -70,7 +70,7 @@ class Tokenization:
             ApiError: 400, a text is certain to be longer than the model's context.
         """
         for text in texts:
-            least = self.least_tokens(text)
+            least = self.least_tokens(text) if len(text) > info.context_length else 0
             if least > info.context_length:
                 raise ApiError(
                     400,
@@ -127,7 +127,8 @@ class Tokenization:
                 param="messages",
             ) from None
 
-    def _find_longest_token(self) -> int | None:
+    @functools.cached_property
+    def _longest_token(self) -> int | None:
         """The most bytes of a token, where every byte of a text is sure to end in some token."""
         added = self._backend.get_added_tokens_decoder().values()
         shrinks = self._backend.normalizer is not None or any(

@@ -35,12 +35,15 @@ def _forward(
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """One layer's attention, in transformers' shapes: ``[1, heads, tokens, head_dim]`` in,
     ``[1, tokens, heads, head_dim]`` out."""
     if attention_mask is not None:
         raise ValueError("paged attention takes no attention mask; pass position_ids and paged")
+    if s_aux is not None:
+        raise ValueError("paged attention has no attention sinks, which this model needs")
     layer = module.layer_idx
     assert isinstance(layer, int)
     output = paged.backend.forward(

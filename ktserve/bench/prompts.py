@@ -28,6 +28,7 @@ fly follow food foot force forest form four free fresh friend front fruit full g
 """
 WORDS = tuple(_WORDS.split())
 _SAMPLE_WORDS = (40, 240)
+_SYSTEM_WORDS = 8
 _TOKENS_PER_WORD = 1.0
 _TEMPLATE_TOKENS = 20
 
@@ -63,7 +64,7 @@ async def measure_sizing(target: Target, rng: random.Random) -> Sizing:
     """
     counts = []
     for words in _SAMPLE_WORDS:
-        sample = await target.stream(Prompt(text(rng, words)), 1)
+        sample = await target.stream(fresh(rng, words), 1)
         counts.append(sample.prompt_tokens)
     short, long = counts
     if short is not None and long is not None and long > short:
@@ -73,6 +74,16 @@ async def measure_sizing(target: Target, rng: random.Random) -> Sizing:
     if tokens:
         return Sizing(tokens / _SAMPLE_WORDS[1], _TEMPLATE_TOKENS, "/v1/tokenize")
     return Sizing(_TOKENS_PER_WORD, _TEMPLATE_TOKENS, "guess")
+
+
+def fresh(rng: random.Random, words: int) -> Prompt:
+    """A prompt of ``words`` words that no cache can know.
+
+    Its first words are the system's: many chat templates otherwise begin every prompt with the same
+    default text, which is cached after the first.
+    """
+    system = min(_SYSTEM_WORDS, words // 2)
+    return Prompt(text(rng, words - system), text(rng, system))
 
 
 def text(rng: random.Random, words: int) -> str:

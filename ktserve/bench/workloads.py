@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ktserve.bench.prompts import Sizing, text
+from ktserve.bench.prompts import Sizing, fresh, text
 from ktserve.bench.target import Prompt, RequestFailed, Sample, Target
 
 Unit = Literal["s", "tokens/s", "share", "tokens"]
@@ -74,7 +74,7 @@ def time_to_first_token(shape: Shape, sizing: Sizing, rng: random.Random) -> Wor
     The requests go one after the other. The figures are medians over the run's prompts.
     """
     words = sizing.words(shape.prompt_tokens)
-    prompts = [Prompt(text(rng, words)) for _ in range(shape.first_tokens)]
+    prompts = [fresh(rng, words) for _ in range(shape.first_tokens)]
 
     async def measure(target: Target, failed: Failure) -> list[Figure]:
         timed: dict[str, list[Sample]] = {"cold": [], "warm": []}
@@ -100,7 +100,7 @@ def decode(shape: Shape, at_once: int, sizing: Sizing, rng: random.Random) -> Wo
     the last token.
     """
     words = sizing.words(shape.decode_prompt_tokens)
-    prompts = [Prompt(text(rng, words)) for _ in range(at_once)]
+    prompts = [fresh(rng, words) for _ in range(at_once)]
     name = f"decode x{at_once}"
 
     async def measure(target: Target, failed: Failure) -> list[Figure]:

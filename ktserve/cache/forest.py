@@ -397,7 +397,9 @@ class RadixForest:
             self._trees.pop(tree.namespace, None)
 
 
-def common_prefix(left: bytes, left_at: int, right: bytes, right_at: int, limit: int) -> int:
+def common_prefix(
+    left: bytes | bytearray, left_at: int, right: bytes, right_at: int, limit: int
+) -> int:
     """Equal bytes from the two places on, whole tokens, at most ``limit`` (whole tokens too)."""
     count = limit // TOKEN_BYTES
     a = np.frombuffer(left, dtype="<i4", count=count, offset=left_at)

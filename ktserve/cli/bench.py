@@ -163,7 +163,9 @@ def _report(
         found = results.found.get(server.label, {})
         typer.echo(f"{server.label} = {clean(server.url)}  model {clean(found.get('model', '?'))}")
         if found and "ignore_eos" not in found["accepted_fields"]:
-            typer.echo(f"    {server.label} takes no ignore_eos: answers may end early")
+            typer.echo(
+                f"    {server.label} takes no ignore_eos: answers may end early, see 'output'"
+            )
     typer.echo()
     typer.echo(results.table())
     if json_file is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ktserve.engine.sequence import Sequence
@@ -36,6 +37,7 @@ class Sampler:
         self._eos = eos_token_ids
         self._vocab_size = vocab_size
 
+    @torch.inference_mode()
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
         """The next token of each sequence.
 
@@ -86,19 +88,18 @@ class Sampler:
     def _adjust(self, row: torch.Tensor, sequence: Sequence) -> None:
         parameters = sequence.request.sampling
         if parameters.repetition_penalty != 1.0:
-            seen = torch.from_numpy(unpack(bytes(sequence.tokens)).astype("int64")).unique()
-            seen = seen.to(row.device)
+            seen = torch.from_numpy(np.unique(unpack(bytes(sequence.tokens)))).to(row.device)
             scores = row[seen]
             penalty = parameters.repetition_penalty
             row[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
         if parameters.frequency_penalty or parameters.presence_penalty:
-            output = unpack(bytes(sequence.tokens))[sequence.prompt_tokens :].astype("int64")
-            ids, counts = torch.from_numpy(output).unique(return_counts=True)
+            output = unpack(bytes(sequence.tokens))[sequence.prompt_tokens :]
+            ids, counts = np.unique(output, return_counts=True)
             cost = parameters.frequency_penalty * counts + parameters.presence_penalty
-            row[ids.to(row.device)] -= cost.to(row)
+            row[torch.from_numpy(ids).to(row.device)] -= torch.from_numpy(cost).to(row)
         if parameters.logit_bias:
-            ids = torch.tensor(list(parameters.logit_bias), device=row.device)
-            row[ids] += torch.tensor(list(parameters.logit_bias.values()), device=row.device)
+            biased = torch.tensor(list(parameters.logit_bias), device=row.device)
+            row[biased] += torch.tensor(list(parameters.logit_bias.values()), device=row.device)
         if sequence.generated < parameters.min_tokens:
             banned = [*self._eos, *parameters.stop_token_ids]
             if banned:

@@ -14,6 +14,8 @@ from ktserve.ipc import Role
 from ktserve.runtime_dir import RuntimeDir, RuntimeDirError
 from ktserve.supervisor.restarts import RestartRules
 from ktserve.supervisor.supervision import Supervisor
+from ktserve.tenancy.tenants import load_tenants
+from ktserve.tenancy.tenants_file import TenantsFileError
 
 COMMANDS: Mapping[Role, Sequence[str]] = {
     # -P: the children import what this process imports, not what lies in the working directory.
@@ -37,16 +39,21 @@ def supervise(
 
     Returns:
         The exit status: 0 after a clean drain; 1 when requests were cut off, because the drain
-        took too long or a second signal came; 2 when a child said that a setting is wrong; 70 when
-        a child died again and again before it was ready.
+        took too long or a second signal came; 2 when a setting is wrong, by what is found here or
+        by what a child says; 70 when a child died again and again before it was ready.
     """
     logs.configure(settings.log_level, settings.log_format, process="supervisor")
     try:
+        # Read here to refuse a bad file before anything is started; the API reads it for itself.
+        tenants = len(load_tenants(settings))
         with RuntimeDir(settings) as runtime_dir:
             supervisor = Supervisor(
-                settings, runtime_dir, commands, restarts or RestartRules(), sys.stdout
+                settings, runtime_dir, tenants, commands, restarts or RestartRules(), sys.stdout
             )
             return asyncio.run(supervisor.run())
+    except TenantsFileError as error:
+        for problem in error.problems:
+            log.error("%s", problem)
     except RuntimeDirError as error:
         log.error("%s", error)
-        return ExitCode.USAGE
+    return ExitCode.USAGE

@@ -58,12 +58,14 @@ class Supervisor:
         self,
         settings: Settings,
         runtime_dir: RuntimeDir,
+        tenants: int,
         commands: Mapping[Role, Sequence[str]],
         restarts: RestartRules,
         out: TextIO,
     ) -> None:
         self._settings = settings
         self._runtime_dir = runtime_dir
+        self._tenants = tenants
         self._commands = commands
         self._restarts = restarts
         self._out = out
@@ -182,7 +184,8 @@ class Supervisor:
                 self._drained.set()
             case Failed():
                 log.error("the %s cannot go on: %s", child.role, message.message)
-                self._end(ExitCode.USAGE)
+                if not self._ending.is_set():
+                    self._end(ExitCode.USAGE)
 
     def _on_ready(self, child: Child) -> None:
         child.ready_at = asyncio.get_running_loop().time()
@@ -193,7 +196,7 @@ class Supervisor:
             return
         self._announced = True
         rows = banner_rows(
-            self._engine.info, self._settings, self._url, None, self._runtime_dir.path
+            self._engine.info, self._settings, self._url, self._tenants, self._runtime_dir.path
         )
         try:
             print_banner(rows, self._out)
@@ -260,11 +263,15 @@ class Supervisor:
     async def _drain_on_signal(self) -> None:
         name = (await self._signal).name
         api = self._children.get("api")
-        timeout = self._settings.drain_timeout
-        if api is None or api.ready_at is None or timeout == 0:
+        if api is None or api.ready_at is None or self._settings.drain_timeout == 0:
             log.info("%s: stopping", name)
             self._end(ExitCode.GOOD)
-            return
+        else:
+            self._end(await self._drain(name, api))
+
+    async def _drain(self, name: str, api: Child) -> ExitCode:
+        """Let the requests in flight finish; whether all of them could decides the exit code."""
+        timeout = self._settings.drain_timeout
         log.info(
             "%s: draining; requests in flight get up to %g s, a second signal stops at once",
             name,
@@ -274,17 +281,19 @@ class Supervisor:
         await _first(
             self._drained.wait(), asyncio.shield(api.exited), self._hurry.wait(), timeout=timeout
         )
+        if self._hurry.is_set():
+            return ExitCode.CHECK_FAILED
         if self._drained.is_set():
             log.info("drained: no request is in flight; stopping")
-        elif api.exited.done():
+            return ExitCode.GOOD
+        if api.exited.done():
             log.warning("the api %s while draining; stopping", api.death)
-        elif not self._hurry.is_set():
-            log.warning(
-                "requests are still in flight after --drain-timeout %g s; cutting them off", timeout
-            )
-            self._lose_engine("the server stopped before the request was finished")
-            self._end(ExitCode.CHECK_FAILED)
-        self._end(ExitCode.CHECK_FAILED if self._hurry.is_set() else ExitCode.GOOD)
+            return ExitCode.GOOD
+        log.warning(
+            "requests are still in flight after --drain-timeout %g s; cutting them off", timeout
+        )
+        self._lose_engine("the server stopped before the request was finished")
+        return ExitCode.CHECK_FAILED
 
     async def _stop(self, code: ExitCode) -> ExitCode:
         """End both children: told to, and killed after `STOP_SECONDS` or on a further signal."""

@@ -345,7 +345,11 @@ def test_no_mutated_body_is_a_server_error(
 ) -> None:
     chance = random.Random(7)
     names = [*table.fields, "unknown"]
-    base = {CHAT: HELLO, "/v1/detokenize": {"tokens": [1]}}.get(path, {"prompt": "x"})
+    bases: dict[str, dict[str, object]] = {
+        CHAT: {**HELLO},
+        "/v1/detokenize": {"tokens": [1]},
+    }
+    base = bases.get(path, {"prompt": "x"})
     bodies = []
     for _ in range(400):
         body: dict[str, object] = {**base}

@@ -172,7 +172,13 @@ def test_unknown_keys_and_variables_are_errors(tmp_path: Path) -> None:
         resolved(toml=written(tmp_path, "page-size = 1\n"))
     with pytest.raises(SettingError, match=r"KTSERVE_PORTT.*did you mean KTSERVE_PORT"):
         resolved(environ={"KTSERVE_PORTT": "1"})
-    for variable in ("KTSERVE_DATA", "KTSERVE_TEST_X", "KTSERVE_CONFIG", "OTHER"):
+    for variable in (
+        "KTSERVE_DATA",
+        "KTSERVE_TEST_X",
+        "KTSERVE_BENCH_X",
+        "KTSERVE_CONFIG",
+        "OTHER",
+    ):
         resolved(environ={variable: "x"})
 
 

@@ -125,6 +125,13 @@ def test_special_tokens_and_ids_outside_the_vocabulary_add_nothing(table: TokenB
     assert table.of(1) == b"<|im_start|>"
 
 
+def wrapped(backend: Tokenizer) -> PreTrainedTokenizerFast:
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend
+    )
+    return tokenizer
+
+
 def sentencepiece() -> PreTrainedTokenizerFast:
     words = ["▁Hello", "▁", "日", "x"]
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
@@ -138,7 +145,7 @@ def sentencepiece() -> PreTrainedTokenizerFast:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
+    return wrapped(backend)
 
 
 @settings(max_examples=200, deadline=None)
@@ -170,4 +177,4 @@ def test_a_decoder_that_is_no_run_of_bytes_is_refused() -> None:
     backend = Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
     backend.decoder = decoders.WordPiece()
     with pytest.raises(UnsupportedTokenizer, match="WordPiece"):
-        TokenBytes(PreTrainedTokenizerFast(tokenizer_object=backend))
+        TokenBytes(wrapped(backend))

@@ -89,6 +89,11 @@ class Server:
         connection.sendall(f"{tokens}\n".encode())
         return connection
 
+    def serves(self) -> None:
+        """Wait until requests are answered: the API hears of a ready engine a moment later than
+        the log."""
+        self.wait(lambda: answer(self.ask(2)) == ["0", "1", "end"], "answer")
+
     def hold(self) -> socket.socket:
         """A request that is in flight for certain: one that came later was answered."""
         held = self.ask(0)
@@ -127,6 +132,7 @@ def server(
 def ready_server(root: Path, **options: object) -> Iterator[Server]:
     with server(root, **options) as running:  # type: ignore[arg-type]
         running.wait(lambda: "sockets: " in running.out, "banner")
+        running.serves()
         yield running
 
 
@@ -163,7 +169,7 @@ def test_killed_engine_answers_503_and_comes_back(socket_dir: Path) -> None:
         assert "SIGKILL (out of memory?)" in line
         running.logs("was killed by SIGKILL (out of memory?); starting it again")
         running.ready("engine", 2)
-        assert answer(running.ask(2)) == ["0", "1", "end"]
+        running.serves()
         assert len(list(running.runtime_dir.glob("engine-*.ipc"))) == 1
         assert running.out.count("ktserve is ready") == 1
 
@@ -174,7 +180,7 @@ def test_killed_api_comes_back_and_hears_of_the_ready_engine(socket_dir: Path) -
         os.kill(running.ready("api", 1), signal.SIGKILL)
         assert answer(held) == []
         running.ready("api", 2)
-        wait_until(lambda: answer(running.ask(2)) == ["0", "1", "end"], "answer")
+        running.serves()
         assert len(running.pids("engine")) == 1
 
 
@@ -276,6 +282,14 @@ def test_second_server_of_the_same_name_is_refused(socket_dir: Path) -> None:
         assert answer(running.ask(1)) == ["0", "end"]
 
 
+def test_bad_file_of_tenants_is_refused_before_anything_starts(socket_dir: Path) -> None:
+    (socket_dir / "tenants.toml").write_text("tenants = 1")
+    with server(socket_dir, tenants=str(socket_dir / "tenants.toml")) as running:
+        assert running.exit_code() == 2
+        assert "tenants" in running.log
+        assert not running.runtime_dir.exists()
+
+
 def test_engine_that_says_why_it_cannot_start_ends_the_server(socket_dir: Path) -> None:
     with server(socket_dir, engine="fail") as running:
         assert running.exit_code() == 2
@@ -361,7 +375,7 @@ def test_banner_cannot_be_driven_by_a_models_name() -> None:
         def isatty(self) -> bool:
             return True
 
-    rows = banner_rows(info, Settings(), "http://h:1", 3, Path("/r"))
+    rows = banner_rows(info, Settings(tenants="t.toml"), "http://h:1", 3, Path("/r"))
     for out in (io.StringIO(), Terminal()):
         print_banner(rows, out)
         assert r"evil\x1b[2J[red]\x0a" in out.getvalue()
