@@ -62,6 +62,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     prompt: bytes
     sampling: SamplingParams
 
+    def __repr__(self) -> str:
+        return f"Request(request_id={self.request_id}, prompt={len(self.prompt)} bytes, ...)"
+
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     """The client is gone, or has what it asked for: end the request. Unknown ids are ignored."""

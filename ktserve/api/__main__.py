@@ -87,6 +87,7 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level="warning",
         # Its lines hold query strings, in which some clients put keys.
         access_log=False,
         proxy_headers=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from ktserve.api.detokenizer import TokenBytes
 from ktserve.api.engine_client import EngineError
-from ktserve.messages import Request, TokenOutput
-from ktserve.tokens import unpack
+from ktserve.api.generation import Job, generate
+from ktserve.messages import Request, SamplingParams, TokenOutput
+from ktserve.tenancy.namespace import Namespace
+from ktserve.tokens import pack, unpack
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -153,6 +157,25 @@ def test_a_stop_string_across_tokens_ends_the_text_and_the_request(lab: Any) -> 
     until = next(n for n in range(len(ids)) if "o three" in lab.tokenizer.decode(ids[:n]))
     assert answer["usage"]["completion_tokens"] == until
     assert engine.aborted == [engine.requests[0].request_id]
+
+
+def test_a_reader_that_is_slow_does_not_keep_the_engine_at_it(lab: Any) -> None:
+    engine = lab.says("one two three four")
+    request = Request(
+        request_id=1,
+        namespace=Namespace(tenant="t", cache_salt=None, extra_key=None, adapter=None),
+        prompt=pack([500]),
+        sampling=SamplingParams(max_tokens=9),
+    )
+
+    async def work() -> list[int]:
+        job = Job(request=request, prompt=0, stops=("two",))
+        async for piece in generate(engine, TokenBytes(lab.tokenizer), [job]):
+            if piece.finish is not None:
+                return list(engine.aborted)
+        raise AssertionError("it never finished")
+
+    assert asyncio.run(work()) == [1]
 
 
 def test_text_that_only_begins_a_stop_string_is_given_out_at_the_end(lab: Any) -> None:
@@ -348,8 +371,6 @@ def test_the_failure_of_one_choice_ends_the_others(lab: Any) -> None:
     waiting = TokenOutput(request_id=0, token_ids=lab.ids("Hi"), cached_tokens=0)
 
     def script(request: Request) -> list[Any]:
-        import asyncio
-
         if request.request_id == 2:
             return [EngineError(429, "queue_full", "full", 1)]
         return [waiting, asyncio.Event()]

@@ -28,7 +28,7 @@ EOS = 0
 
 
 class Reference:
-    """transformers' own model and greedy text, without a cache."""
+    """transformers' own model and greedy text."""
 
     def __init__(self) -> None:
         torch.manual_seed(20)
@@ -48,17 +48,21 @@ class Reference:
         self.paged.load_state_dict(self.model.state_dict())
         register()
         self.paged.set_attn_implementation(ATTENTION_NAME)
-        self._texts: dict[tuple[int, ...], list[int]] = {}
 
     @torch.inference_mode()
     def greedy(self, prompt: Iterable[int], count: int) -> list[int]:
         """The next ``count`` tokens, fewer where the sequence ends itself."""
-        tokens = list(prompt)
-        known = self._texts.setdefault(tuple(tokens), [])
-        while len(known) < count and EOS not in known:
-            logits = self.model(torch.tensor([tokens + known])).logits[0, -1]
-            known.append(int(logits.argmax()))
-        return known[:count]
+        tokens = torch.tensor([list(prompt)])
+        output = self.model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=EOS,
+            pad_token_id=EOS,
+        )
+        text: list[int] = output[0, tokens.shape[1] :].tolist()
+        return text
 
 
 class Harness:

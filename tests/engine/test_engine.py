@@ -207,7 +207,7 @@ def life(run, reference) -> None:
             count = draw.randrange(1, 40)
             request_id = run.send(tokens, max_tokens=count)
             sent[request_id] = (tokens, count, False)
-        if draw.random() < 0.12:
+        if draw.random() < 0.08:
             alive = [one for one in sent if one not in run.ended and not sent[one][2]]
             if alive:
                 victim = draw.choice(alive)
@@ -227,5 +227,5 @@ def life(run, reference) -> None:
         survivors += 1
         assert got == expected
         assert run.ended[request_id].finish == ("stop" if got[-1] == 0 else "length")
-    assert survivors > 100
+    assert survivors > 90
     assert run.cache.available == run.cache.pool.total

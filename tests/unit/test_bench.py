@@ -401,7 +401,12 @@ def test_a_server_that_takes_nothing_cannot_be_measured() -> None:
 
 def test_lines_end_at_newlines_alone() -> None:
     async def chunks() -> AsyncIterator[bytes]:
-        for part in (b": hi\r\nda", b"ta: {\xe2\x80\xa8}\r\n\r", b"\nevent: x\ndata:2\ndata: 3"):
+        for part in (
+            b": hi\r\nda",
+            b"ta: {\xe2\x80\xa8}\r\n\r",
+            b"\nevent: x\ndata:2\n",
+            b"data: 3",
+        ):
             yield part
 
     async def work() -> list[bytes]:
