@@ -64,14 +64,16 @@ class Engine:
         self._cached_tokens = 0
         self._generated_tokens = 0
         self._breaches = 0
+        self._changed = False
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything."""
-        return self._scheduler.busy or bool(self._outputs)
+        """Whether a step would do anything, telling the new counts among it."""
+        return self._scheduler.busy or self._changed
 
     def receive(self, message: ToEngine) -> None:
         """Take in a request or the end of one."""
+        self._changed = True
         if isinstance(message, Abort):
             self._end(message.request_id)
             return
@@ -82,9 +84,10 @@ class Engine:
         for request_id in list(self._sequences):
             self._end(request_id)
         self._outputs.clear()
+        self._changed = True
 
-    def step(self) -> StepOutput | None:
-        """Run one step; None where there is nothing to say."""
+    def step(self) -> StepOutput:
+        """Run one step, and say what it and the messages before it have changed."""
         batch = self._scheduler.next_batch()
         if batch is not None:
             self._steplog.scheduled(batch, self._scheduler, self._cache)
@@ -96,8 +99,7 @@ class Engine:
             for sequence, result in zip(sampling, sampled, strict=True):
                 self._advance(sequence, result)
         self._check()
-        if not self._outputs:
-            return None
+        self._changed = False
         outputs, self._outputs = self._outputs, []
         return StepOutput(outputs=outputs, stats=self.stats())
 

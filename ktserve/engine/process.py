@@ -162,7 +162,7 @@ def serve(config: ChildConfig, link: BlockingSupervisorLink) -> None:
                 engine.receive(decoder.decode(payload))
         if engine.busy:
             output = engine.step()
-            if output is not None and client is not None:
+            if client is not None:
                 # Unbounded and to a peer that may be gone: neither blocks nor fails.
                 requests.send_multipart([client, encoder.encode(output)])
 

@@ -127,7 +127,7 @@ class Harness:
 
     def step(self) -> None:
         output = self.engine.step()
-        for one in output.outputs if output else ():
+        for one in output.outputs:
             if isinstance(one, RequestFailed):
                 self.ended[one.request_id] = one
                 continue

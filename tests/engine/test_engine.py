@@ -158,6 +158,7 @@ def test_abort_in_every_state_gives_everything_back(harness):
         run.engine.receive(Abort(request_id=request_id))
         run.engine.receive(Abort(request_id=request_id))
         run.audit()
+    run.step()
     assert not run.engine.busy
     assert run.cache.available == run.cache.pool.total
     assert run.cache.private.total() == 0
@@ -169,6 +170,7 @@ def test_a_new_api_process_starts_with_an_empty_engine(harness):
         run.send(prompt(seed, 8), max_tokens=50, ignore_eos=True)
     run.step()
     run.engine.abort_all()
+    run.step()
     assert not run.engine.busy
     assert run.cache.available == run.cache.pool.total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -89,7 +90,7 @@ def test_uniform_is_spread_and_differs_by_seed_and_position():
     assert all(0 <= value < 1 for value in values)
     assert sum(values) / 10000 == pytest.approx(0.5, abs=0.02)
     # Neighbouring seeds and positions must not move together.
-    pairs = zip(values, values[1:], strict=False)
+    pairs = itertools.pairwise(values)
     assert sum(a * b for a, b in pairs) / 9999 == pytest.approx(0.25, abs=0.02)
     assert uniform(-5, 3) == uniform(-5, 3)
 

@@ -28,7 +28,8 @@ def packaged() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def packaged_directory(packaged: Server) -> Path:  # noqa: ARG001 (its start converts the model)
     """The packaged model in Hugging Face's format."""
-    return next(path for path in (CACHE / "models").iterdir() if (path / "model.safetensors").exists())
+    models = (CACHE / "models").iterdir()
+    return next(path for path in models if (path / "model.safetensors").exists())
 
 
 @pytest.fixture(scope="session")

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-
 from servers import KEYS, Server
 
 MODEL = "SmolLM2-135M-Instruct"
+WORDS = ["river", "stone", "cloud", "paper", "green", "house", "light", "music", "winter"]
 # A letter is one token, and no two letters are the same one.
 _first_words = iter(string.ascii_letters + string.digits)
 
@@ -27,8 +27,7 @@ def fresh_prompt(words: int = 440) -> str:
     """About 450 tokens that share not even the first with any other prompt of these tests."""
     first = next(_first_words)
     draw = random.Random(first)
-    vocabulary = "river stone cloud paper green seven house light music table under winter".split()
-    return " ".join([first, *(draw.choice(vocabulary) for _ in range(words))])
+    return " ".join([first, *(draw.choice(WORDS) for _ in range(words))])
 
 
 def client(server: Server, key: str = "alpha") -> openai.OpenAI:
@@ -40,17 +39,25 @@ def ask(
 ) -> tuple[int, int]:
     """(prompt tokens, cached tokens) of one request."""
     if endpoint == "completions":
-        usage = client(server, key).completions.create(
-            model=MODEL, prompt=prompt, max_tokens=1, temperature=0, extra_body=body
-        ).usage
+        usage = (
+            client(server, key)
+            .completions.create(
+                model=MODEL, prompt=prompt, max_tokens=1, temperature=0, extra_body=body
+            )
+            .usage
+        )
     else:
-        usage = client(server, key).chat.completions.create(
-            model=MODEL,
-            messages=[{"role": "user", "content": prompt}],
-            max_tokens=1,
-            temperature=0,
-            extra_body=body,
-        ).usage
+        usage = (
+            client(server, key)
+            .chat.completions.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": prompt}],
+                max_tokens=1,
+                temperature=0,
+                extra_body=body,
+            )
+            .usage
+        )
     assert usage is not None
     assert usage.prompt_tokens_details is not None
     cached = usage.prompt_tokens_details.cached_tokens
@@ -213,7 +220,8 @@ def test_bad_values_fail_closed(packaged, endpoint, field, value):
 
 def test_no_prompt_key_or_salt_is_in_the_log(packaged):
     canary = "canary-4f1c"
-    ask(packaged, "chat", f"{canary}-prompt", cache_salt=f"{canary}-salt", extra_key=f"{canary}-key")
+    hidden = {"cache_salt": f"{canary}-salt", "extra_key": f"{canary}-key"}
+    ask(packaged, "chat", f"{canary}-prompt", **hidden)
     log = packaged.log()
     assert "ns-" in log  # the request is there, under its pseudonym
     assert canary not in log

@@ -7,16 +7,15 @@ from typing import Any
 
 import httpx
 import torch
-from transformers import AutoModelForCausalLM
-
 from servers import KEYS
+from transformers import AutoModelForCausalLM
 
 MODEL = "SmolLM2-135M-Instruct"
 
-SUBJECTS = (
-    "rain,bread,the moon,a violin,glass,bees,tea,gravity,salt,paper,the sea,ants,chess,iron,"
-    "sleep,snow,maps,wool,honey,fire"
-).split(",")
+SUBJECTS = [
+    *("rain", "bread", "the moon", "a violin", "glass", "bees", "tea", "gravity", "salt", "paper"),
+    *("the sea", "ants", "chess", "iron", "sleep", "snow", "maps", "wool", "honey", "fire"),
+]
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:

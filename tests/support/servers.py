@@ -83,7 +83,8 @@ class Server:
             text=True,
             check=True,
         ).stdout
-        return next(int(line.split()[0]) for line in listing.splitlines() if f"ktserve.{role}" in line)
+        lines = (line.split() for line in listing.splitlines())
+        return next(int(pid) for pid, *args in lines if f"ktserve.{role}" in args)
 
     def metric(self, name: str) -> float:
         for line in httpx.get(self.url + "/metrics").text.splitlines():

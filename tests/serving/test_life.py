@@ -1,0 +1,264 @@
+"""How a server lives with clients that leave, children that die, and signals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from servers import Server
+
+BODY: dict[str, Any] = {"model": "small", "temperature": 0, "ignore_eos": True}
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return BODY | more
+
+
+def pages_in_use(server: Server) -> float:
+    return server.metric('ktserve_pages{state="in_use"}')
+
+
+def idle(server: Server) -> bool:
+    return server.metric("ktserve_running_requests") == 0 and pages_in_use(server) == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slot(serve: Callable[..., Server], stream: bool) -> None:
+    server = serve("--max-running-requests", "2")
+
+    async def leave_two_and_ask() -> httpx.Response:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            long = body(prompt="one two three", max_tokens=1900, stream=stream)
+            leaving = [
+                asyncio.create_task(client.post("/v1/completions", json=long)) for _ in range(2)
+            ]
+            while await asyncio.to_thread(server.metric, "ktserve_running_requests") < 2:
+                await asyncio.sleep(0.02)
+            for task in leaving:
+                task.cancel()
+            await asyncio.gather(*leaving, return_exceptions=True)
+            # Both slots were taken: this one runs only if they are free again.
+            return await client.post("/v1/completions", json=body(prompt="four", max_tokens=2))
+
+    answer = asyncio.run(leave_two_and_ask())
+    assert answer.status_code == 200
+    server.wait(lambda: idle(server), 10)
+    # Far fewer tokens than both asked for: they did not decode on for nobody.
+    assert server.metric("ktserve_generated_tokens_total") < 3000
+
+
+def test_a_killed_engine_answers_503_and_comes_back(serve: Callable[..., Server]) -> None:
+    server = serve()
+
+    async def kill_under_load() -> tuple[list[str], httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            request = body(prompt="one two three", max_tokens=1900)
+            waiting = asyncio.create_task(client.post("/v1/completions", json=request))
+            lines: list[str] = []
+            async with client.stream(
+                "POST", "/v1/completions", json=request | {"stream": True}
+            ) as s:
+                async for line in s.aiter_lines():
+                    if not lines:
+                        os.kill(server.child("engine"), signal.SIGKILL)
+                    if line:
+                        lines.append(line)
+            return lines, await waiting
+
+    lines, answer = asyncio.run(kill_under_load())
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    assert answer.json()["error"]["code"] == "engine_lost"
+    assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "engine_lost"
+    server.wait(lambda: httpx.get(server.url + "/ready").status_code == 200)
+    again = httpx.post(server.url + "/v1/completions", json=body(prompt="five", max_tokens=3))
+    assert again.status_code == 200
+    assert "SIGKILL" in server.log()
+
+
+def test_sigterm_lets_what_runs_finish_and_refuses_what_is_new(
+    serve: Callable[..., Server],
+) -> None:
+    server = serve()
+
+    async def drain() -> tuple[httpx.Response, httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            running = asyncio.create_task(
+                client.post("/v1/completions", json=body(prompt="one", max_tokens=1500))
+            )
+            while await asyncio.to_thread(server.metric, "ktserve_running_requests") < 1:
+                await asyncio.sleep(0.02)
+            server.process.send_signal(signal.SIGTERM)
+            while (await client.get("/ready")).status_code == 200:
+                await asyncio.sleep(0.02)
+            refused = await client.post("/v1/completions", json=body(prompt="two", max_tokens=1))
+            return await running, refused
+
+    finished, refused = asyncio.run(drain())
+    assert finished.status_code == 200
+    assert finished.json()["usage"]["completion_tokens"] == 1500
+    assert refused.status_code == 503
+    assert server.process.wait(20) == 0
+
+
+def test_a_second_signal_stops_at_once(serve: Callable[..., Server]) -> None:
+    server = serve()
+
+    async def stop_twice() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            running = asyncio.create_task(
+                client.post("/v1/completions", json=body(prompt="one", max_tokens=2000))
+            )
+            while await asyncio.to_thread(server.metric, "ktserve_running_requests") < 1:
+                await asyncio.sleep(0.02)
+            server.process.send_signal(signal.SIGINT)
+            while (await client.get("/ready")).status_code == 200:
+                await asyncio.sleep(0.02)
+            server.process.send_signal(signal.SIGINT)
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(stop_twice())
+    assert server.process.wait(10) != 0
+
+
+def test_nothing_outlives_a_killed_supervisor(serve: Callable[..., Server]) -> None:
+    server = serve()
+    children = [server.child("engine"), server.child("api")]
+    server.process.kill()
+    server.process.wait()
+
+    def gone(pid: int) -> bool:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().split(")")[1].split()[0] == "Z"
+
+    deadline = asyncio.new_event_loop().time() + 10
+    while not all(map(gone, children)):
+        assert asyncio.new_event_loop().time() < deadline, "a child lives on"
+
+
+def test_a_request_that_can_never_fit_is_a_400_with_the_numbers(
+    serve: Callable[..., Server],
+) -> None:
+    server = serve("--max-total-tokens", "256")
+    for more, numbers in (
+        ({"max_tokens": 300}, ("300", "256")),
+        ({"max_tokens": 5000}, ("5000",)),
+        ({"prompt": "word " * 300, "max_tokens": 1}, ("256",)),
+    ):
+        answer = httpx.post(server.url + "/v1/completions", json=body(prompt="one") | more)
+        assert answer.status_code == 400, answer.text
+        assert all(number in answer.json()["error"]["message"] for number in numbers)
+
+
+def test_a_full_queue_is_a_429_and_nobody_hangs(serve: Callable[..., Server]) -> None:
+    server = serve("--max-running-requests", "1", "--max-queued-requests", "3")
+
+    async def burst() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=30)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
+            request = body(prompt="one two", max_tokens=200)
+            return await asyncio.gather(
+                *(client.post("/v1/completions", json=request) for _ in range(20))
+            )
+
+    answers = asyncio.run(burst())
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert {answer.status_code for answer in answers} == {200, 429}
+    assert len(refused) >= 10
+    assert all(answer.headers["retry-after"] for answer in refused)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    "requests", [60, pytest.param(500, marks=pytest.mark.slow)], ids=["short", "whole"]
+)
+def test_a_random_life_harms_no_bystander(
+    serve: Callable[..., Server], page_size: int, requests: int
+) -> None:
+    """Aborts, stops, lengths and disconnects at random moments, on a pool that evicts and
+    preempts: everybody else's greedy text is as if alone, and every page comes back."""
+    server = serve(
+        *("--page-size", str(page_size), "--max-total-tokens", "512"),
+        *("--max-running-requests", "6", "--chunked-prefill-size", "40"),
+    )
+    draw = random.Random(page_size)
+    words = ["river", "stone", "cloud", "paper", "green", "house"]
+    prompts = [" ".join(draw.choice(words) for _ in range(40)) for _ in range(12)]
+    life = asyncio.run(_live(server, draw, prompts, requests))
+    server.wait(lambda: idle(server), 20)
+    assert server.metric("ktserve_preemptions_total") > 0
+    assert server.metric("ktserve_evicted_tokens_total") > 0
+    assert server.metric("ktserve_invariant_breaches_total") == 0
+    assert life["left"] > requests // 8
+    alone = {
+        (prompt, count): httpx.post(
+            server.url + "/v1/completions", json=body(prompt=prompt, max_tokens=count)
+        ).json()["choices"][0]["text"]
+        for prompt, count in {(one["prompt"], one["count"]) for one in life["answers"]}
+    }
+    assert len(life["answers"]) > requests // 3
+    for one in life["answers"]:
+        expected = alone[one["prompt"], one["count"]]
+        if one["stop"] is not None and one["stop"] in expected:
+            expected = expected[: expected.index(one["stop"])]
+        assert one["text"] == expected
+
+
+async def _live(
+    server: Server, draw: random.Random, prompts: list[str], requests: int
+) -> dict[str, Any]:
+    life: dict[str, Any] = {"answers": [], "left": 0}
+    slots = asyncio.Semaphore(10)
+
+    async def one(client: httpx.AsyncClient, seed: int) -> None:
+        dice = random.Random(seed)
+        request = body(
+            prompt=dice.choice(prompts),
+            max_tokens=dice.choice([1, 40, 120]),
+            stream=dice.random() < 0.5,
+        )
+        stop = dice.choice([None, None, "a", "on"])
+        if stop is not None:
+            request["stop"] = stop
+        leaves_after = dice.uniform(0, 0.4) if dice.random() < 0.35 else None
+        async with slots:
+            try:
+                async with asyncio.timeout(leaves_after):
+                    answer = await client.post("/v1/completions", json=request)
+            except TimeoutError:
+                life["left"] += 1
+                return
+        assert answer.status_code == 200, answer.text
+        if request["stream"]:
+            chunks = [
+                json.loads(line.removeprefix("data: "))
+                for line in answer.text.splitlines()
+                if line.startswith("data: {")
+            ]
+            text = "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
+        else:
+            text = answer.json()["choices"][0]["text"]
+        life["answers"].append(
+            {
+                "prompt": request["prompt"],
+                "count": request["max_tokens"],
+                "stop": stop,
+                "text": text,
+            }
+        )
+
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        seeds = [draw.random() for _ in range(requests)]
+        await asyncio.gather(*(one(client, seed) for seed in map(hash, seeds)))
+    return life
