@@ -19,14 +19,15 @@ def main() -> int:
     configure(config.settings.log_level, config.settings.log_format, process="engine")
     link = BlockingSupervisorLink(config.runtime_dir, "engine")
     # Slow to import: the supervisor's link and lifeline come first.
-    from ktserve.engine.process import serve
+    from ktserve.engine.process import serve, start
 
     try:
-        serve(config, link)
+        started = start(config.settings, config.pseudonym_key)
     except (ValueError, OSError) as error:
         logging.getLogger("ktserve.engine").debug("start failed", exc_info=True)
         link.fail(str(error))
         return 1
+    serve(started, config.runtime_dir, link)
     link.close()
     return 0
 

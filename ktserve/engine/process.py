@@ -22,7 +22,6 @@ from ktserve.engine.scheduler import Scheduler, SchedulerLimits
 from ktserve.engine.steplog import StepLog
 from ktserve.ipc import (
     BlockingSupervisorLink,
-    ChildConfig,
     configure_socket,
     engine_address,
     new_boot_id,
@@ -126,16 +125,11 @@ def start(settings: Settings, pseudonym_key: bytes) -> StartedEngine:
     return StartedEngine(engine, info)
 
 
-def serve(config: ChildConfig, link: BlockingSupervisorLink) -> None:
-    """Load, say ready, and run until the supervisor says stop.
-
-    Raises:
-        ValueError: see `start`.
-        OSError: see `start`.
-    """
-    engine, info = start(config.settings, config.pseudonym_key)
+def serve(started: StartedEngine, runtime_dir: str, link: BlockingSupervisorLink) -> None:
+    """Say ready, and run until the supervisor says stop."""
+    engine, info = started
     boot = new_boot_id()
-    address = engine_address(config.runtime_dir, boot)
+    address = engine_address(runtime_dir, boot)
     context: zmq.Context[Any] = zmq.Context.instance()
     requests = context.socket(zmq.ROUTER)
     configure_socket(requests)

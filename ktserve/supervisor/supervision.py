@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TextIO
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -179,6 +181,7 @@ class Supervisor:
             case ApiReady():
                 self._on_ready(child)
                 self._url = message.url
+                self._keep_port(message.url)
                 self._announce()
             case Drained():
                 self._drained.set()
@@ -190,6 +193,14 @@ class Supervisor:
     def _on_ready(self, child: Child) -> None:
         child.ready_at = asyncio.get_running_loop().time()
         log.info("the %s is ready (process %d)", child.role, child.pid)
+
+    def _keep_port(self, url: str) -> None:
+        """With ``--port 0`` the system chose one: later lives of the API take the same."""
+        port = urlsplit(url).port
+        if self._settings.port == 0 and port is not None:
+            self._config = msgspec.structs.replace(
+                self._config, settings=dataclasses.replace(self._settings, port=port)
+            )
 
     def _announce(self) -> None:
         if self._announced or self._engine is None or self._url is None:

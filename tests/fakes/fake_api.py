@@ -43,7 +43,9 @@ async def serve(mode: str) -> None:
         await writer.wait_closed()
 
     await asyncio.start_unix_server(answer, os.path.join(config.runtime_dir, "control.sock"))
-    await link.send(ApiReady(url=f"http://{config.settings.host}:1"))
+    port = config.settings.port or 1024 + os.getpid() % 60000
+    print(f"port {port}", file=sys.stderr, flush=True)
+    await link.send(ApiReady(url=f"http://{config.settings.host}:{port}"))
 
     async def report_drained() -> None:
         await engine.drained()

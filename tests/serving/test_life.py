@@ -189,7 +189,7 @@ def test_a_random_life_harms_no_bystander(
     """Aborts, stops, lengths and disconnects at random moments, on a pool that evicts and
     preempts: everybody else's greedy text is as if alone, and every page comes back."""
     server = serve(
-        *("--page-size", str(page_size), "--max-total-tokens", "512"),
+        *("--page-size", str(page_size), "--max-total-tokens", "320"),
         *("--max-running-requests", "6", "--chunked-prefill-size", "40"),
     )
     draw = random.Random(page_size)
@@ -225,7 +225,7 @@ async def _live(
         dice = random.Random(seed)
         request = body(
             prompt=dice.choice(prompts),
-            max_tokens=dice.choice([1, 40, 120]),
+            max_tokens=dice.choice([1, 40, 120, 120]),
             stream=dice.random() < 0.5,
         )
         stop = dice.choice([None, None, "a", "on"])

@@ -148,7 +148,7 @@ def test_serves_and_prints_the_banner_once_ready(socket_dir: Path) -> None:
             "context: 128 tokens",
             "sharing: shared: one LRU",
             "tenants: one tenant, no key",
-            "URL: http://127.0.0.1:1/v1",
+            "URL: http://127.0.0.1:30000/v1",
             f"sockets: {running.runtime_dir}",
         ]
         assert "WARNING" not in running.log
@@ -182,6 +182,15 @@ def test_killed_api_comes_back_and_hears_of_the_ready_engine(socket_dir: Path) -
         running.ready("api", 2)
         running.serves()
         assert len(running.pids("engine")) == 1
+
+
+def test_port_that_the_system_chose_is_kept_by_the_next_api(socket_dir: Path) -> None:
+    with ready_server(socket_dir, port=0) as running:
+        os.kill(running.ready("api", 1), signal.SIGKILL)
+        running.ready("api", 2)
+        first, second = re.findall(r"^port (\d+)$", running.log, re.MULTILINE)
+        assert first == second
+        assert f"URL: http://127.0.0.1:{first}/v1" in running.out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
