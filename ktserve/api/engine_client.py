@@ -207,6 +207,8 @@ class _Connection:
             except msgspec.MsgspecError:
                 # Unreadable outputs may be anyone's; without this their streams would never end.
                 log.exception("a message from the engine cannot be read; failing all its requests")
+                for request_id in self._events:
+                    self._send(Abort(request_id=request_id))
                 self._fail_all(
                     EngineError(
                         500, "engine_protocol", "the engine sent an unreadable answer", None

@@ -222,13 +222,22 @@ class RadixForest:
         return present
 
     def release(self, lease: Lease) -> None:
-        """Give the lease up. A second call does nothing."""
+        """Give the lease up. A second call does nothing.
+
+        The prefix was in use until now, so its age counts from here.
+        """
         if not lease.held:
             return
         lease.held = False
-        tree = lease._node.tree
+        node = lease._node
+        tree = node.tree
         tree.leases -= 1
-        self._unlock(lease._node)
+        self._ticks += 1
+        step: Node | None = node
+        while step is not None:
+            step.last_used = self._ticks
+            step = step.parent
+        self._unlock(node)
         self._drop_if_empty(tree)
 
     def evict(self, count: int) -> PageIds:

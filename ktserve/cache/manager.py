@@ -55,6 +55,7 @@ class CacheManager:
         pool: the free list.
         forest: what is cached.
         private: pages held by running sequences alone, by tenant.
+        enabled: whether anything is kept and found; otherwise every prompt is computed in full.
     """
 
     def __init__(self, pool: PagePool, page_size: int, *, enabled: bool = True) -> None:
@@ -62,7 +63,7 @@ class CacheManager:
         self.page_size = page_size
         self.forest = RadixForest(page_size)
         self.private: Counter[str] = Counter()
-        self._enabled = enabled
+        self.enabled = enabled
 
     @property
     def available(self) -> int:
@@ -122,7 +123,7 @@ class CacheManager:
             tokens: every token of the sequence whose keys and values are written.
         """
         end = len(tokens) // TOKEN_BYTES // self.page_size
-        if not self._enabled or end <= table.lease.length:
+        if not self.enabled or end <= table.lease.length:
             return
         whole = tokens[: end * self.page_size * TOKEN_BYTES]
         before = table.private
@@ -162,7 +163,7 @@ class CacheManager:
         return states == self.pool.total and 0 <= self.forest.locked <= self.forest.resident
 
     def _cacheable(self, prompt: bytes) -> int:
-        return (len(prompt) // TOKEN_BYTES - 1) // self.page_size if self._enabled else 0
+        return (len(prompt) // TOKEN_BYTES - 1) // self.page_size if self.enabled else 0
 
     def _count_private(self, table: BlockTable, pages: int) -> None:
         tenant = table.namespace.tenant

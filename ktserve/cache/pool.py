@@ -8,6 +8,10 @@ import numpy.typing as npt
 PageIds = npt.NDArray[np.int64]
 
 
+class DoubleFree(RuntimeError):
+    """A page was given back twice. Two sequences could come to share it, so nothing goes on."""
+
+
 class PagePool:
     """Hands out page ids and takes them back; knows nothing of who holds them.
 
@@ -21,6 +25,7 @@ class PagePool:
         self.total = total
         self._stack: PageIds = np.arange(total - 1, -1, -1, dtype=np.int64)
         self._free = total
+        self._out = np.zeros(total, dtype=np.bool_)
 
     @property
     def free(self) -> int:
@@ -28,7 +33,7 @@ class PagePool:
         return self._free
 
     def take(self, count: int) -> PageIds:
-        """``count`` free pages, which now belong to the caller.
+        """``count`` free pages, which now belong to the caller; ascending where they can be.
 
         Raises:
             ValueError: fewer are free; callers check `free` first.
@@ -36,16 +41,19 @@ class PagePool:
         if not 0 <= count <= self._free:
             raise ValueError(f"{count} pages asked for, {self._free} are free")
         self._free -= count
-        return self._stack[self._free : self._free + count].copy()
+        pages = self._stack[self._free : self._free + count][::-1].copy()
+        self._out[pages] = True
+        return pages
 
     def give_back(self, pages: PageIds) -> None:
         """Return pages that the caller holds; it must not use them afterwards.
 
         Raises:
-            ValueError: more pages than are out, which means that one came back twice.
+            DoubleFree: one of them is free already, or stands twice in ``pages``.
         """
-        if self._free + len(pages) > self.total:
-            raise ValueError(f"{len(pages)} pages came back, {self.total - self._free} were out")
+        if not self._out[pages].all() or len(np.unique(pages)) != len(pages):
+            raise DoubleFree("a page came back that was not out")
+        self._out[pages] = False
         self._stack[self._free : self._free + len(pages)] = pages
         self._free += len(pages)
 

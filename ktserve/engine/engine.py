@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from ktserve.cache import CacheManager
+from ktserve.engine.admission import why_refused
 from ktserve.engine.runner import ModelRunner
 from ktserve.engine.sampler import Sampled, Sampler
 from ktserve.engine.scheduler import Batch, Scheduler
@@ -34,7 +35,7 @@ class Engine:
     Knows no sockets: messages go in by `receive`, and each `step` gives what there is to say.
 
     Args:
-        draw_seed: gives the seed of a request that brings none, 63 bits.
+        draw_seed: gives the seed of a request that brings none, 63 bits, from its tenant's name.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Engine:
         sampler: Sampler,
         eos_token_ids: tuple[int, ...],
         steplog: StepLog,
-        draw_seed: Callable[[], int] | None = None,
+        draw_seed: Callable[[str], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
@@ -56,7 +57,7 @@ class Engine:
         self._eos = frozenset(eos_token_ids)
         self._steplog = steplog
         system = random.SystemRandom()
-        self._draw_seed = draw_seed or (lambda: system.getrandbits(63))
+        self._draw_seed = draw_seed or (lambda _tenant: system.getrandbits(63))
         self._clock = clock
         self._sequences: dict[int, Sequence] = {}
         self._outputs: list[TokenOutput | RequestFailed] = []
@@ -120,10 +121,20 @@ class Engine:
         )
 
     def _add(self, request: Request) -> None:
+        if problem := why_refused(request, self._sampler.vocab_size):
+            self._outputs.append(
+                RequestFailed(
+                    request_id=request.request_id,
+                    status=400,
+                    code="invalid_request",
+                    message=problem,
+                )
+            )
+            return
         seed = request.sampling.seed
         sequence = Sequence(
             request,
-            seed=self._draw_seed() if seed is None else seed,
+            seed=self._draw_seed(request.namespace.tenant) if seed is None else seed,
             arrival=self._clock(),
         )
         refusal = self._scheduler.add(sequence)

@@ -6,6 +6,7 @@ import gc
 import logging
 import random
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -141,6 +142,7 @@ def serve(started: StartedEngine, runtime_dir: str, link: BlockingSupervisorLink
     decoder = msgspec.msgpack.Decoder(ToEngine)
     encoder = msgspec.msgpack.Encoder()
     client: bytes | None = None
+    retired: set[bytes] = set()
     while True:
         ready = dict(poller.poll(0 if engine.busy else None))
         if link.socket in ready:
@@ -149,9 +151,13 @@ def serve(started: StartedEngine, runtime_dir: str, link: BlockingSupervisorLink
                     return
         if requests in ready:
             for identity, payload in _received(requests):
+                if identity in retired:
+                    continue  # queued by a dead API process, read after its successor's first
                 if identity != client:
                     # The API process was restarted: nobody waits for what the old one asked for.
                     engine.abort_all()
+                    if client is not None:
+                        retired.add(client)
                     client = identity
                 engine.receive(decoder.decode(payload))
         if engine.busy:
@@ -189,8 +195,15 @@ def _limits(settings: Settings, context_length: int, device: torch.device) -> Sc
     )
 
 
-def _seeds(random_seed: int | None) -> Any:
+def _seeds(random_seed: int | None) -> Callable[[str], int] | None:
+    """A generator for each tenant: what one draws must not tell how much another has drawn."""
     if random_seed is None:
         return None
-    generator = random.Random(random_seed)
-    return lambda: generator.getrandbits(63)
+    generators: dict[str, random.Random] = {}
+
+    def draw(tenant: str) -> int:
+        if tenant not in generators:
+            generators[tenant] = random.Random(f"{random_seed} {tenant}")
+        return generators[tenant].getrandbits(63)
+
+    return draw

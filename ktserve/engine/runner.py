@@ -10,7 +10,7 @@ import torch
 from ktserve.attention import AttentionBackend, KVStorage, PagedBatch
 from ktserve.engine.scheduler import Batch
 from ktserve.models.loading import LoadedModel
-from ktserve.tokens import unpack
+from ktserve.tokens import TOKEN_BYTES, unpack
 
 
 class ModelRunner:
@@ -44,7 +44,9 @@ class ModelRunner:
             first, last = sequence.computed, sequence.computed + tokens
             place = np.arange(first, last)
             pages = sequence.table.pages
-            token_ids.append(unpack(bytes(sequence.tokens[4 * first : 4 * last])))
+            token_ids.append(
+                unpack(bytes(sequence.tokens[first * TOKEN_BYTES : last * TOKEN_BYTES]))
+            )
             positions.append(place)
             slots.append(pages[place // page_size] * page_size + place % page_size)
             tables.append(torch.from_numpy(pages[: sequence.table.length]).to(self._device))

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from ktserve.engine.penalties import TokenCounts, apply
 from ktserve.engine.sequence import Sequence
 from ktserve.kernels.sampling import sample
 from ktserve.messages import TokenLogprobs
-from ktserve.tokens import unpack
 
 _MASK64 = (1 << 64) - 1
+_HIGHEST = 1e30
+_LOWEST = -1e30
+
+LOGPROB_DIGITS = 4
+"""Decimals of a reported log-probability. What is beyond them moves with the shapes of a step, and so
+with other tenants' load."""
 
 
 class Sampled(NamedTuple):
@@ -31,11 +36,12 @@ class Sampler:
 
     Args:
         eos_token_ids: the model's own ends of sequence.
+        vocab_size: logits beyond it belong to no token.
     """
 
     def __init__(self, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
         self._eos = eos_token_ids
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
@@ -44,7 +50,7 @@ class Sampler:
         Args:
             logits: ``[sequences, vocabulary]``, the model's own, changed in place.
         """
-        logits = logits[:, : self._vocab_size].float()
+        logits = logits[:, : self.vocab_size].float()
         reported = self._reported(logits, sequences)
         for row, sequence in enumerate(sequences):
             self._adjust(logits[row], sequence)
@@ -82,21 +88,25 @@ class Sampler:
             return None
         count = sequence.request.sampling.logprobs or 0
         values, ids = row.topk(count)
-        top = list(zip(ids.tolist(), values.tolist(), strict=True))
-        return TokenLogprobs(float(row[token]), top)
+        top = zip(ids.tolist(), values.tolist(), strict=True)
+        return TokenLogprobs(
+            round(float(row[token]), LOGPROB_DIGITS),
+            [(other, round(value, LOGPROB_DIGITS)) for other, value in top],
+        )
 
     def _adjust(self, row: torch.Tensor, sequence: Sequence) -> None:
         parameters = sequence.request.sampling
-        if parameters.repetition_penalty != 1.0:
-            seen = torch.from_numpy(np.unique(unpack(bytes(sequence.tokens)))).to(row.device)
-            scores = row[seen]
-            penalty = parameters.repetition_penalty
-            row[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
-        if parameters.frequency_penalty or parameters.presence_penalty:
-            output = unpack(bytes(sequence.tokens))[sequence.prompt_tokens :]
-            ids, counts = np.unique(output, return_counts=True)
-            cost = parameters.frequency_penalty * counts + parameters.presence_penalty
-            row[torch.from_numpy(ids).to(row.device)] -= torch.from_numpy(cost).to(row)
+        if (
+            parameters.repetition_penalty != 1.0
+            or parameters.frequency_penalty
+            or parameters.presence_penalty
+        ):
+            if sequence.counts is None:
+                sequence.counts = TokenCounts(self.vocab_size)
+            sequence.counts.follow(sequence)
+            apply(row, sequence, sequence.counts)
+            # A penalty may overflow a float; the best of the row must stay a number.
+            row.nan_to_num_(nan=_LOWEST, posinf=_HIGHEST, neginf=_LOWEST)
         if parameters.logit_bias:
             biased = torch.tensor(list(parameters.logit_bias), device=row.device)
             row[biased] += torch.tensor(list(parameters.logit_bias.values()), device=row.device)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ktserve.cache import BlockTable
 from ktserve.messages import Request
 from ktserve.tokens import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from ktserve.engine.penalties import TokenCounts
 
 
 class Sequence:
@@ -31,6 +36,7 @@ class Sequence:
         cached_tokens: prompt tokens from the cache at its first admission; None before.
         preemptions: times it lost its pages and had to start over.
         announced: its first output was sent.
+        counts: of its tokens, once a penalty needs them.
     """
 
     __slots__ = (
@@ -38,6 +44,7 @@ class Sequence:
         "arrival",
         "cached_tokens",
         "computed",
+        "counts",
         "length",
         "preemptions",
         "prompt_tokens",
@@ -58,6 +65,7 @@ class Sequence:
         self.cached_tokens: int | None = None
         self.preemptions = 0
         self.announced = False
+        self.counts: TokenCounts | None = None
 
     @property
     def generated(self) -> int:

@@ -81,6 +81,7 @@ class Supervisor:
         self._engine: EngineReady | None = None
         self._url: str | None = None
         self._announced = False
+        self._proven: set[Role] = set()
 
     async def run(self) -> ExitCode:
         """Run the server; returns, with nothing of it left, what the process exits with."""
@@ -187,11 +188,13 @@ class Supervisor:
                 self._drained.set()
             case Failed():
                 log.error("the %s cannot go on: %s", child.role, message.message)
-                if not self._ending.is_set():
+                # What worked once failed now for want of memory or the like: it is tried again.
+                if child.role not in self._proven and not self._ending.is_set():
                     self._end(ExitCode.USAGE)
 
     def _on_ready(self, child: Child) -> None:
         child.ready_at = asyncio.get_running_loop().time()
+        self._proven.add(child.role)
         log.info("the %s is ready (process %d)", child.role, child.pid)
 
     def _keep_port(self, url: str) -> None:

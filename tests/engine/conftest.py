@@ -94,6 +94,7 @@ class Harness:
         for tensor in (*storage.keys, *storage.values):
             tensor.fill_(float("nan"))  # reading a slot that nobody wrote shows in every logit
         loaded = LoadedModel(reference.paged, reference.paged.config, (EOS,), 0)
+        self._seeds = itertools.count(1)
         self.engine = Engine(
             scheduler=self.scheduler,
             cache=self.cache,
@@ -101,7 +102,7 @@ class Harness:
             sampler=Sampler((EOS,), VOCABULARY),
             eos_token_ids=(EOS,),
             steplog=StepLog(b"key"),
-            draw_seed=itertools.count(1).__next__,
+            draw_seed=lambda _tenant: next(self._seeds),
         )
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, TokenOutput | RequestFailed] = {}

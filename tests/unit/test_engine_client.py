@@ -359,6 +359,7 @@ def test_unreadable_message_fails_streams_and_is_not_the_end(socket_dir: Path) -
         await engine.receive()
         await engine.send_bytes(b"\xc1")
         assert (await failure(stream)).status == 500
+        assert isinstance(await engine.receive(), Abort)
         wanted = request(client)
         stream = begin(client, wanted)
         assert await engine.receive() == wanted
