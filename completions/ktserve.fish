@@ -20,7 +20,7 @@ complete -c ktserve -n '__fish_seen_subcommand_from run' -l mem-fraction-static 
 complete -c ktserve -n '__fish_seen_subcommand_from run' -l disable-radix-cache -l no-disable-radix-cache -d 'Keep no prefix: every prompt is computed in full.'
 complete -c ktserve -n '__fish_seen_subcommand_from run' -l max-running-requests -x -d 'The most sequences in a batch.'
 complete -c ktserve -n '__fish_seen_subcommand_from run' -l max-queued-requests -x -d 'The most requests that wait; one more gets a 429.'
-complete -c ktserve -n '__fish_seen_subcommand_from run' -l chunked-prefill-size -x -d 'The most tokens of one prompt in a step; -1 for whole prompts.'
+complete -c ktserve -n '__fish_seen_subcommand_from run' -l chunked-prefill-size -x -d 'The most prompt tokens in a step; -1 for whole prompts.'
 complete -c ktserve -n '__fish_seen_subcommand_from run' -l max-num-batched-tokens -x -d 'The most tokens in a step, prefill and decode together.'
 complete -c ktserve -n '__fish_seen_subcommand_from run' -l schedule-policy -x -a 'fcfs lpm' -d 'First come first served, or the longest cached prefix first.'
 complete -c ktserve -n '__fish_seen_subcommand_from run' -l device -x -a 'auto cpu cuda' -d 'Where the model runs; auto is CUDA where there is one.'

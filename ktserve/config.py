@@ -111,7 +111,7 @@ class Settings:
         Rule(
             "Seed of sampling for requests that bring none, and of dummy weights.",
             MODEL,
-            unset="drawn at start",
+            unset="random draws; 0 for dummy weights",
             minimum=0,
             maximum=2**63 - 1,
         ),
@@ -149,7 +149,7 @@ class Settings:
     chunked_prefill_size: Annotated[
         int | None,
         Rule(
-            "The most tokens of one prompt in a step; -1 for whole prompts.",
+            "The most prompt tokens in a step; -1 for whole prompts.",
             SCHEDULING,
             unset="512 on CPU, 2048 on CUDA",
             minimum=-1,

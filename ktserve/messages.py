@@ -12,7 +12,7 @@ import msgspec
 
 from ktserve.tenancy.namespace import Namespace
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -24,8 +24,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         temperature: 0 is greedy.
         top_k: 0 is off.
         logit_bias: token id to bias, added to its logit.
-        seed: two requests with the same seed, prompt and parameters give the same tokens, whatever
-            else is in the batch; None draws one.
+        seed: of the random draws, which depend on it and on the count of tokens alone, so that a
+            request draws the same whatever else is in the batch; None draws one.
         stop_token_ids: these end the sequence, besides the model's own end-of-sequence ids.
         ignore_eos: the model's own end-of-sequence ids do not end it.
         logprobs: how many alternatives to report for each token; 0 reports the chosen token's
@@ -156,7 +156,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the API process must know of a ready engine to check requests before sending them.
 
     Attributes:
-        model: what was loaded, for people: a directory, a hub name or ``packaged``.
+        model: what was loaded, for people: the name of a directory, file or hub model.
         architecture: the model class's name, for example ``LlamaForCausalLM``.
         context_length: the most tokens of one sequence, prompt and output together.
         pool_tokens: tokens that the page pool holds; no sequence can be longer.

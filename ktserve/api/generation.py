@@ -107,12 +107,7 @@ class Text:
 
         A stop string ends the text before it, and the tokens after the one that completed it do
         not count.
-
-        Raises:
-            EngineError: 503, the engine gave the request up.
         """
-        if output.finish == "abort":
-            raise EngineError(503, "aborted", "the request was ended by the server", 1)
         if output.cached_tokens is not None:
             self.cached_tokens = output.cached_tokens
         text, reports, finish, taken = "", [], None, 0

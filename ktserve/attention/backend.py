@@ -17,8 +17,8 @@ class AttentionPlan(Protocol):
 class AttentionBackend(Protocol):
     """Writes a step's keys and values into their pages and attends over pages.
 
-    A sequence's result depends on its own tokens alone: what else is in the row, and where its
-    pages lie, must not show.
+    A sequence's result depends on its own queries, keys and values alone: what else is in the row,
+    and where its pages lie, must not show.
     """
 
     name: str

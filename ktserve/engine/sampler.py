@@ -16,8 +16,8 @@ _HIGHEST = 1e30
 _LOWEST = -1e30
 
 LOGPROB_DIGITS = 4
-"""Decimals of a reported log-probability. What is beyond them moves with the shapes of a step, and so
-with other tenants' load."""
+"""Decimals of a reported log-probability. What is beyond them moves with the shapes of a step,
+and so with other tenants' load."""
 
 
 class Sampled(NamedTuple):

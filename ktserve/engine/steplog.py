@@ -32,9 +32,11 @@ class StepLog:
 
     def scheduled(self, batch: Batch, scheduler: Scheduler, cache: CacheManager) -> None:
         """Note a step that is about to run."""
-        prefill = [part for part in batch.parts if part.tokens > 1 or not part.samples]
-        fresh = set(map(id, batch.admitted))
-        prefill += [p for p in batch.parts if id(p.sequence) in fresh and p not in prefill]
+        prefill = [
+            part
+            for part in batch.parts
+            if part.tokens > 1 or part.sequence.computed < part.sequence.prompt_tokens
+        ]
         usage = cache.used / cache.pool.total
         if prefill:
             log.info(
@@ -42,7 +44,7 @@ class StepLog:
                 " #running-req: %d, #queue-req: %d",
                 len(batch.admitted),
                 sum(part.tokens for part in prefill),
-                sum(sequence.cached_tokens or 0 for sequence in batch.admitted),
+                sum(one.table.cached_tokens for one in batch.admitted if one.table is not None),
                 usage,
                 len(scheduler.running) - len(prefill),
                 len(scheduler.waiting),
@@ -63,11 +65,15 @@ class StepLog:
     def _decoded(
         self, tokens: int, usage: float, scheduler: Scheduler, cache: CacheManager
     ) -> None:
+        now = self._clock()
+        if self._steps == 0:
+            # The rate is from here on, so that idle time before it does not count.
+            self._since = now
+        else:
+            self._tokens += tokens
         self._steps += 1
-        self._tokens += tokens
         if self._steps < DECODE_INTERVAL:
             return
-        now = self._clock()
         log.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f,"
             " gen throughput (token/s): %.2f, #queue-req: %d",
@@ -78,4 +84,3 @@ class StepLog:
             len(scheduler.waiting),
         )
         self._steps = self._tokens = 0
-        self._since = now
