@@ -4,7 +4,7 @@ _ktserve() {
     COMPREPLY=()
     for ((i = 1; i < COMP_CWORD; i++)); do
         case "$path ${COMP_WORDS[i]}" in
-            " run" | " tenants" | " tenants new" | " tenants add-key" | " tenants list" | " tenants check" | " bench" | " bench serve") path="$path ${COMP_WORDS[i]}" ;;
+            " run" | " tenants" | " tenants new" | " tenants add-key" | " tenants list" | " tenants check" | " bench" | " bench serve" | " bench cache") path="$path ${COMP_WORDS[i]}" ;;
         esac
     done
     case "$path $before" in
@@ -65,6 +65,11 @@ _ktserve() {
         " bench serve --request-timeout") return ;;
         " bench serve --time-limit") return ;;
         " bench serve --json") return ;;
+        " bench cache --nodes") return ;;
+        " bench cache --page-size") return ;;
+        " bench cache --namespaces") return ;;
+        " bench cache --repetitions") return ;;
+        " bench cache --json") return ;;
     esac
     case "$path" in
         "") COMPREPLY=($(compgen -W "run tenants bench --version -h --help" -- "$word")); ;;
@@ -74,8 +79,9 @@ _ktserve() {
         " tenants add-key") COMPREPLY=($(compgen -W "--file -h --help" -- "$word")); ;;
         " tenants list") COMPREPLY=($(compgen -W "--file --json -h --help" -- "$word")); ;;
         " tenants check") COMPREPLY=($(compgen -W "-h --help" -- "$word")); ;;
-        " bench") COMPREPLY=($(compgen -W "serve -h --help" -- "$word")); ;;
+        " bench") COMPREPLY=($(compgen -W "serve cache -h --help" -- "$word")); ;;
         " bench serve") COMPREPLY=($(compgen -W "--url --model --api-key --extra-body --vs --vs-model --vs-api-key --vs-extra-body --endpoint --workload --concurrency --runs --prompt-tokens --output-tokens --seed --request-timeout --time-limit --json --allow-remote -h --help" -- "$word")); ;;
+        " bench cache") COMPREPLY=($(compgen -W "--nodes --page-size --namespaces --repetitions --json -h --help" -- "$word")); ;;
     esac
 }
 complete -o default -F _ktserve ktserve

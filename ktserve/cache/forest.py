@@ -413,5 +413,6 @@ def common_prefix(
     count = limit // TOKEN_BYTES
     a = np.frombuffer(left, dtype="<i4", count=count, offset=left_at)
     b = np.frombuffer(right, dtype="<i4", count=count, offset=right_at)
-    differ = np.flatnonzero(a != b)
-    return int(differ[0]) * TOKEN_BYTES if len(differ) else limit
+    differ = a != b
+    first = int(differ.argmax()) if count else 0
+    return first * TOKEN_BYTES if count and differ[first] else limit

@@ -1,4 +1,4 @@
-"""`ktserve bench`: measure servers."""
+"""`ktserve bench`: measure servers and the cache."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import typer
 from ktserve.cli.exit_codes import ExitCode
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from ktserve.bench.results import Results
     from ktserve.bench.serve import Plan, Server
 
 app = typer.Typer(
-    help="Measure servers.",
+    help="Measure servers and the cache.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -29,7 +31,7 @@ _MAX_AT_ONCE = 256
 
 @app.callback()
 def bench() -> None:
-    """Measure servers."""
+    """Measure servers and the cache."""
 
 
 @app.command()
@@ -124,8 +126,7 @@ def serve(
         request_timeout=request_timeout,
         seed=seed,
     )
-    if json_file is not None and not json_file.parent.is_dir():
-        _refuse(f"--json: the directory {json_file.parent} does not exist; make it first")
+    _check_directory(json_file)
     results = Results(tuple(server.label for server in servers))
     record = _record(plan)
     try:
@@ -138,6 +139,43 @@ def serve(
             _report(servers, results, json_file, record)
     if results.failures:
         sys.exit(ExitCode.CHECK_FAILED)
+    if results.stopped is not None:
+        sys.exit(ExitCode.INCONCLUSIVE)
+
+
+@app.command()
+def cache(
+    nodes: Annotated[
+        int, typer.Option(min=1, max=5_000_000, help="Prompts that fill the forest before.")
+    ] = 100_000,
+    page_size: Annotated[int, typer.Option(min=1, max=256, help="Tokens a page.")] = 16,
+    namespaces: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Over which the filling is spread.")
+    ] = 1,
+    repetitions: Annotated[
+        int, typer.Option(min=1, max=1000, help="Of each operation; medians are over these.")
+    ] = 50,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON.")
+    ] = None,
+) -> None:
+    """Measure the prefix cache alone, without a model: lookup, insert, split, eviction."""
+    from ktserve.bench.cache import Shape, measure
+    from ktserve.bench.results import Results, write_json
+
+    _check_directory(json_file)
+    shape = Shape(nodes=nodes, page_size=page_size, namespaces=namespaces, repetitions=repetitions)
+    results = Results(("ktserve",))
+    record = _record(shape)
+    try:
+        for figure in measure(shape, _say):
+            results.add("ktserve", [figure])
+    except KeyboardInterrupt:
+        results.stopped = "interrupted"
+    typer.echo(results.table())
+    if json_file is not None:
+        write_json(json_file, {**record, **results.document()})
+        _say(f"written to {json_file}")
     if results.stopped is not None:
         sys.exit(ExitCode.INCONCLUSIVE)
 
@@ -173,7 +211,7 @@ def _report(
         _say(f"written to {json_file}")
 
 
-def _record(plan: Plan) -> dict[str, Any]:
+def _record(plan: DataclassInstance) -> dict[str, Any]:
     from dataclasses import asdict
 
     from ktserve.bench.machine import describe, versions
@@ -197,6 +235,11 @@ def _without_secrets(arguments: list[str]) -> list[str]:
         if separator and flag in _SECRET_FLAGS:
             shown[-1] = f"{flag}=***"
     return shown
+
+
+def _check_directory(json_file: Path | None) -> None:
+    if json_file is not None and not json_file.parent.is_dir():
+        _refuse(f"--json: the directory {json_file.parent} does not exist; make it first")
 
 
 def _address(flag: str, url: str, allow_remote: bool) -> str:
@@ -258,4 +301,4 @@ def _refuse(problem: str) -> NoReturn:
 def _say(text: str) -> None:
     from ktserve.logs import clean
 
-    typer.echo(f"ktserve bench serve: {clean(text)}", err=True)
+    typer.echo(f"ktserve bench: {clean(text)}", err=True)

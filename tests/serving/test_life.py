@@ -201,18 +201,40 @@ def test_a_random_life_harms_no_bystander(
     assert server.metric("ktserve_evicted_tokens_total") > 0
     assert server.metric("ktserve_invariant_breaches_total") == 0
     assert life["left"] > requests // 8
-    alone = {
-        (prompt, count): httpx.post(
-            server.url + "/v1/completions", json=body(prompt=prompt, max_tokens=count)
-        ).json()["choices"][0]["text"]
-        for prompt, count in {(one["prompt"], one["count"]) for one in life["answers"]}
-    }
     assert len(life["answers"]) > requests // 3
+    alone: dict[tuple[str, int], dict[str, Any]] = {}
+    ties: set[str] = set()
     for one in life["answers"]:
-        expected = alone[one["prompt"], one["count"]]
+        asked = (one["prompt"], one["count"])
+        if asked not in alone:
+            request = body(prompt=asked[0], max_tokens=asked[1], logprobs=5)
+            answer = httpx.post(server.url + "/v1/completions", json=request)
+            alone[asked] = answer.json()["choices"][0]
+        expected = alone[asked]["text"]
         if one["stop"] is not None and one["stop"] in expected:
             expected = expected[: expected.index(one["stop"])]
-        assert one["text"] == expected
+        if one["text"] != expected:
+            assert differs_by_a_tie(one["text"], alone[asked]["logprobs"])
+            ties.add(one["prompt"])
+    # Random weights and 49,152 tokens: now and then two are equal to float32's precision.
+    assert len(ties) <= 2
+
+
+def differs_by_a_tie(text: str, alone: dict[str, Any]) -> bool:
+    """Whether, where ``text`` leaves the text of ``alone``, it takes a token as likely.
+
+    A step of another shape rounds differently in the last bits; that may only ever decide between
+    tokens whose reported log-probabilities (four decimals) are the same.
+    """
+    rest = text
+    for token, logprob, top in zip(
+        alone["tokens"], alone["token_logprobs"], alone["top_logprobs"], strict=True
+    ):
+        if not rest.startswith(token):
+            equal = [other for other, value in top.items() if abs(value - logprob) <= 1e-4]
+            return any(rest.startswith(other) for other in equal if other != token)
+        rest = rest[len(token) :]
+    return False
 
 
 async def _live(
