@@ -1,5 +1,5 @@
 # make run    sets everything up and starts the server: make run ARGS="--port 8000"
-# make test   sets everything up and runs every check
+# make test   sets everything up and runs the checks of CI: all but the slow tests (test-slow)
 #
 # PYTHON names the interpreter that .venv is made with; the default is python3, at least 3.11.
 
@@ -18,7 +18,7 @@ STAMP := .venv/complete-$(shell cat $(SETUP_INPUTS) | cksum | tr ' ' '-')
 BIN := .venv/bin
 LINKED := build/linked
 
-.PHONY: run setup test lint types imports tests test-slow format completions settings clean
+.PHONY: run setup test lint types imports tests test-slow format docs completions clean
 
 run: $(STAMP)
 	@exec $(BIN)/ktserve run $(ARGS)
@@ -59,11 +59,12 @@ format: $(STAMP)
 	@$(BIN)/ruff format --quiet .
 
 # What is generated from the declarations; a test fails when one of them is stale.
+docs: $(STAMP)
+	@$(BIN)/python scripts/settings_table.py
+	@$(BIN)/python scripts/api_fields.py
+
 completions: $(STAMP)
 	@$(BIN)/python scripts/completions.py
-
-settings: $(STAMP)
-	@$(BIN)/python scripts/settings_table.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

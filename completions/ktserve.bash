@@ -28,6 +28,7 @@ _ktserve() {
         " run --device") COMPREPLY=($(compgen -W "auto cpu cuda" -- "$word")); return ;;
         " run --attention-backend") COMPREPLY=($(compgen -W "auto torch" -- "$word")); return ;;
         " run --cpu-threads") return ;;
+        " run --cpu-weights") COMPREPLY=($(compgen -W "auto float32 float16" -- "$word")); return ;;
         " run --tp-size" | " run --tensor-parallel-size") return ;;
         " run --host") return ;;
         " run --port") return ;;
@@ -55,8 +56,8 @@ _ktserve() {
         " bench serve --vs-model") return ;;
         " bench serve --vs-api-key") return ;;
         " bench serve --vs-extra-body") return ;;
-        " bench serve --endpoint") return ;;
-        " bench serve --workload") return ;;
+        " bench serve --endpoint") COMPREPLY=($(compgen -W "chat completions" -- "$word")); return ;;
+        " bench serve --workload") COMPREPLY=($(compgen -W "ttft decode shared" -- "$word")); return ;;
         " bench serve --concurrency") return ;;
         " bench serve --runs") return ;;
         " bench serve --prompt-tokens") return ;;
@@ -73,7 +74,7 @@ _ktserve() {
     esac
     case "$path" in
         "") COMPREPLY=($(compgen -W "run tenants bench --version -h --help" -- "$word")); ;;
-        " run") COMPREPLY=($(compgen -W "--model-path --model --served-model-name --load-format --revision --chat-template --cache-dir --context-length --dtype --random-seed --page-size --max-total-tokens --mem-fraction-static --disable-radix-cache --no-disable-radix-cache --max-running-requests --max-queued-requests --chunked-prefill-size --max-num-batched-tokens --schedule-policy --device --attention-backend --cpu-threads --disable-cuda-graph --no-disable-cuda-graph --tp-size --tensor-parallel-size --host --port --api-key --tenants --ssl-certfile --ssl-keyfile --max-request-bytes --max-header-bytes --name --runtime-dir --drain-timeout --enable-metrics --no-enable-metrics --log-level --log-format --config --dry-run -h --help" -- "$word")); ;;
+        " run") COMPREPLY=($(compgen -W "--model-path --model --served-model-name --load-format --revision --chat-template --cache-dir --context-length --dtype --random-seed --page-size --max-total-tokens --mem-fraction-static --disable-radix-cache --no-disable-radix-cache --max-running-requests --max-queued-requests --chunked-prefill-size --max-num-batched-tokens --schedule-policy --device --attention-backend --cpu-threads --cpu-weights --disable-cuda-graph --no-disable-cuda-graph --tp-size --tensor-parallel-size --host --port --api-key --tenants --ssl-certfile --ssl-keyfile --max-request-bytes --max-header-bytes --name --runtime-dir --drain-timeout --enable-metrics --no-enable-metrics --log-level --log-format --config --dry-run -h --help" -- "$word")); ;;
         " tenants") COMPREPLY=($(compgen -W "new add-key list check -h --help" -- "$word")); ;;
         " tenants new") COMPREPLY=($(compgen -W "--file --label -h --help" -- "$word")); ;;
         " tenants add-key") COMPREPLY=($(compgen -W "--file -h --help" -- "$word")); ;;

@@ -6,12 +6,16 @@ import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
+from urllib.parse import urlsplit
 
 from ktserve.config import Settings
 from ktserve.logs import clean
 from ktserve.messages import EngineInfo
 
-SHARING_MODE = "shared: one LRU"
+CACHE_SHARING = "one LRU, shared by all tenants"
+
+# A socket for :: takes IPv6 alone.
+_LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
 def banner_rows(
@@ -36,12 +40,24 @@ def banner_rows(
         ("precision", info.dtype),
         ("pool", f"{info.pool_tokens:,} tokens in {pages:,} pages of {info.page_size:,}"),
         ("context", f"{info.context_length:,} tokens"),
-        ("sharing", SHARING_MODE),
+        ("cache", CACHE_SHARING),
         ("tenants", who),
-        ("URL", f"{url}/v1"),
+        *_address_rows(url),
         ("sockets", str(runtime_dir)),
     ]
     return [(label, clean(text)) for label, text in rows]
+
+
+def _address_rows(url: str) -> list[tuple[str, str]]:
+    """Where clients of this machine reach the server, also where it listens on all addresses."""
+    parts = urlsplit(url)
+    loopback = _LOOPBACKS.get(parts.hostname or "")
+    if loopback is None:
+        return [("URL", f"{url}/v1")]
+    return [
+        ("URL", f"{parts.scheme}://{loopback}:{parts.port}/v1"),
+        ("listening", f"on all addresses of this machine ({parts.hostname})"),
+    ]
 
 
 def print_banner(rows: Sequence[tuple[str, str]], out: TextIO) -> None:

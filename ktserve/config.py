@@ -180,6 +180,14 @@ class Settings:
         int | None,
         Rule("Threads of the model on CPU.", COMPUTE, unset="PyTorch's choice", minimum=1),
     ] = None
+    cpu_weights: Annotated[
+        Literal["auto", "float32", "float16"],
+        Rule(
+            "How linear layers hold their weights on CPU with dtype float32; auto is float16. "
+            "Activations and the cache are float32 with either.",
+            COMPUTE,
+        ),
+    ] = "auto"
     disable_cuda_graph: Annotated[
         bool,
         Rule("Run without CUDA graphs. This version has none, so it changes nothing.", COMPUTE),

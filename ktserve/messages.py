@@ -158,6 +158,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model: what was loaded, for people: the name of a directory, file or hub model.
         architecture: the model class's name, for example ``LlamaForCausalLM``.
+        dtype: the precision in words, of the weights too where theirs is another.
         context_length: the most tokens of one sequence, prompt and output together.
         pool_tokens: tokens that the page pool holds; no sequence can be longer.
         vocab_size: ids below it are valid in a prompt.

@@ -25,13 +25,18 @@ CONFIG_VARIABLE = ENVIRONMENT_PREFIX + "CONFIG"
 
 DEFAULT_ORIGIN = "default"
 
-_OTHER_VARIABLES = (CONFIG_VARIABLE, ENVIRONMENT_PREFIX + "DATA")
 _OTHER_PREFIXES = (ENVIRONMENT_PREFIX + "BENCH_", ENVIRONMENT_PREFIX + "TEST_")
 _SWITCH_WORDS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
+# Stricter than int() and float(): no 1_000, +1, 007, spaces or digits of other scripts.
+_NUMBERS = {
+    int: re.compile(r"-?(?:0|[1-9][0-9]*)"),
+    float: re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"),
+}
 _KIND_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_EXAMPLES = {int: "1024", float: "0.5"}
 
 
 class SettingError(ValueError):
@@ -41,15 +46,18 @@ class SettingError(ValueError):
 
 @dataclass(frozen=True)
 class Resolved:
-    """The settings and, for each by name, where its value came from: a flag, a variable, a file, or
-    ``default``."""
+    """The settings and, for each by name, where its value came from: ``MODEL`` (the argument), a
+    flag, a variable, a file, or ``default``."""
 
     settings: Settings
     origins: Mapping[str, str]
 
 
 def resolve(
-    flags: Mapping[str, str | bool | None], environ: Mapping[str, str], toml_path: Path | None
+    flags: Mapping[str, str | bool | None],
+    environ: Mapping[str, str],
+    toml_path: Path | None,
+    argument: str | None = None,
 ) -> Resolved:
     """The settings from every source, each checked, and checked against each other.
 
@@ -57,6 +65,7 @@ def resolve(
         flags: values from the command line by setting name; None is "not given".
         environ: the environment; only what begins with ``KTSERVE_`` is looked at.
         toml_path: a file of settings; paths in it are relative to its directory.
+        argument: of the command line, for the setting that is positional; as strong as a flag.
 
     Raises:
         SettingError: a source, a value or a combination is wrong.
@@ -68,7 +77,14 @@ def resolve(
     for name, setting in declared().items():
         base = Path()
         raw: object = flags.get(name)
-        if raw is not None:
+        if argument is not None and setting.rule.positional:
+            origin = name.upper()
+            if raw not in (None, argument):
+                raise SettingError(
+                    f"{name} is given twice, as {origin} and with {setting.flags[0]}; give it once"
+                )
+            raw = argument
+        elif raw is not None:
             origin = setting.flags[0]
         elif name in environment:
             raw, origin = environment[name], setting.variable
@@ -92,7 +108,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
             found[variables[variable]] = value
         elif (
             variable.startswith(ENVIRONMENT_PREFIX)
-            and variable not in _OTHER_VARIABLES
+            and variable != CONFIG_VARIABLE
             and not variable.startswith(_OTHER_PREFIXES)
         ):
             raise SettingError(
@@ -168,12 +184,15 @@ class _Given:
         kind, rule = self.setting.kind, self.setting.rule
         number: int | float | None = None
         if isinstance(self.raw, str):
-            with contextlib.suppress(ValueError):
-                number = int(self.raw) if kind is int else float(self.raw)
+            written = int if kind is int else float
+            if _NUMBERS[written].fullmatch(self.raw):
+                # Python reads no whole number of thousands of digits.
+                with contextlib.suppress(ValueError):
+                    number = written(self.raw)
         elif type(self.raw) is int or (kind is float and type(self.raw) is float):
             number = self.raw
         if number is None:
-            self._fail(_KIND_WORDS[kind], "write one")
+            self._fail(_KIND_WORDS[kind], "write one in plain digits, like " + _EXAMPLES[kind])
         low = -math.inf if rule.minimum is None else rule.minimum
         high = math.inf if rule.maximum is None else rule.maximum
         # Written so that NaN fails it.

@@ -1,7 +1,7 @@
 """Write the shell completions from the command tree: completions/ktserve.{bash,zsh,fish}.
 
 They are static, so that pressing Tab starts no Python. A parameter's metavar says what its value
-is: ``[a|b]`` are the choices, ``FILE`` and ``DIRECTORY`` are paths.
+is: ``[a|b]`` are the choices (``[a|b],...`` takes several), ``FILE`` and ``DIRECTORY`` are paths.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Flag:
         """The only values, or nothing."""
         if self.value is None or not self.value.startswith("["):
             return ()
-        return tuple(self.value.strip("[]").split("|"))
+        return tuple(self.value[1 : self.value.index("]")].split("|"))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,10 @@ import pytest
 
 from ktserve.config import ENVIRONMENT_PREFIX
 
+# As the engine does, and before anything here imports torch: a test must not crawl because another
+# program has one of the processors.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:

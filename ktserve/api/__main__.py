@@ -17,7 +17,7 @@ from ktserve import logs
 from ktserve.api.app import create_app
 from ktserve.api.detokenizer import UnsupportedTokenizer
 from ktserve.api.engine_client import EngineClient
-from ktserve.api.http_protocol import limited_protocol
+from ktserve.api.http_protocol import client_faults_at_debug, limited_protocol
 from ktserve.api.service import Service
 from ktserve.config import Settings
 from ktserve.ipc import ChildConfig, SupervisorLink, exit_with_supervisor, read_child_config
@@ -96,6 +96,7 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         ssl_certfile=settings.ssl_certfile,
         ssl_keyfile=settings.ssl_keyfile,
     )
+    logging.getLogger("uvicorn.error").addFilter(client_faults_at_debug)
     try:
         if settings.ssl_certfile:
             # An encrypted key must fail here: asking for its passphrase would read the lifeline.

@@ -20,7 +20,6 @@ from ktserve.api.generation import Job, Piece, TokenReport, generate
 from ktserve.api.schemas import PromptTokensDetails, Usage
 from ktserve.api.service import Service
 from ktserve.tenancy.encoding import pseudonym
-from ktserve.tenancy.tenants import Tenant
 
 log = logging.getLogger("ktserve.api")
 
@@ -92,7 +91,6 @@ class Plan:
     """
 
     endpoint: str
-    tenant: Tenant
     prompt_tokens: tuple[int, ...]
     jobs: tuple[Job, ...]
     stream: bool
@@ -130,24 +128,21 @@ class GenerationResponse(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         plan = self._plan
-        with self._service.admissions.admit(plan.tenant, len(plan.jobs)):
-            pieces = generate(self._service.engine, self._service.tokenization.bytes, plan.jobs)
-            async with aclosing(pieces):
-                # The first piece decides the status: a refusal must not come as a 200.
-                first = await anext(pieces)
-                self._service.metrics.first_token(
-                    plan.endpoint, self._service.clock() - self._started
-                )
-                if plan.stream:
-                    await self._stream(first, pieces, send)
-                else:
-                    self._note(first)
-                    async for piece in pieces:
-                        self._note(piece)
-                    whole = plan.form.whole(self._choices, self._usage())
-                    response = Response(msgspec.json.encode(whole), media_type="application/json")
-                    await response(scope, receive, send)
-            self._service.metrics.whole(plan.endpoint, self._service.clock() - self._started)
+        pieces = generate(self._service.engine, self._service.tokenization.bytes, plan.jobs)
+        async with aclosing(pieces):
+            # The first piece decides the status: a refusal must not come as a 200.
+            first = await anext(pieces)
+            self._service.metrics.first_token(plan.endpoint, self._service.clock() - self._started)
+            if plan.stream:
+                await self._stream(first, pieces, send)
+            else:
+                self._note(first)
+                async for piece in pieces:
+                    self._note(piece)
+                whole = plan.form.whole(self._choices, self._usage())
+                response = Response(msgspec.json.encode(whole), media_type="application/json")
+                await response(scope, receive, send)
+        self._service.metrics.whole(plan.endpoint, self._service.clock() - self._started)
 
     async def _stream(self, first: Piece, pieces: AsyncIterator[Piece], send: Send) -> None:
         form = self._plan.form

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ktserve.api import metrics, routes
-from ktserve.api.auth import service_of
+from ktserve.api.auth import authenticated, service_of
 from ktserve.api.disconnects import ClientGone
-from ktserve.api.errors import ApiError
+from ktserve.api.errors import ApiError, shown
 from ktserve.api.generation import Engine
 from ktserve.api.limits import Admissions
 from ktserve.api.metrics import Metrics
@@ -75,8 +75,8 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientGone, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_api_route("/health", _health, methods=["GET"])
-    app.add_api_route("/ready", _ready, methods=["GET"])
+    app.add_api_route("/health", _health, methods=["GET", "HEAD"])
+    app.add_api_route("/ready", _ready, methods=["GET", "HEAD"])
     if settings.enable_metrics:
         app.add_api_route("/metrics", _metrics, methods=["GET"])
     app.include_router(routes.router)
@@ -116,13 +116,34 @@ async def _on_api_error(_request: Request, error: Exception) -> Response:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """The answer to a path or a method that there is none for.
+
+    Under /v1 that needs a key too, whatever the method: what exists there is for tenants to know.
+    """
     assert isinstance(error, HTTPException)
+    path: str = request.scope["path"]
+    if path == "/v1" or path.startswith("/v1/"):
+        try:
+            await authenticated(request)
+        except ApiError as refusal:
+            return refusal.response()
+    what, headers = f"{shown(request.method)} {shown(path)}", error.headers or {}
     if error.status_code == 405:
-        problem = ApiError(405, f"{request.method} is not allowed here", code="method_not_allowed")
+        # RFC 9110, section 15.5.6: the answer has to name what is allowed.
+        problem = ApiError(
+            405,
+            f"{what} is not allowed; the route takes {headers['Allow']}",
+            code="method_not_allowed",
+        )
     else:
-        problem = ApiError(error.status_code, str(error.detail), code="unknown_url")
+        problem = ApiError(
+            error.status_code,
+            f"{what} does not exist in this version; the routes are under /v1, for example "
+            "/v1/chat/completions, and beside it /health and /ready",
+            code="unknown_url",
+        )
     response = problem.response()
-    response.headers.update(error.headers or {})
+    response.headers.update(headers)
     return response
 
 

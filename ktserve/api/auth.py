@@ -24,15 +24,22 @@ async def authenticated(request: Request) -> Tenant:
     Raises:
         ApiError: 401, a key is needed and this is none.
     """
+    tenants = service_of(request).tenants
     headers = request.headers.getlist("authorization")
+    if len(headers) > 1 and tenants.needs_key:
+        # It would be a matter of taste who is asking.
+        raise ApiError(
+            401,
+            f"the request has {len(headers)} Authorization headers; send one Authorization header",
+            code="invalid_api_key",
+        )
     key: str | None = None
-    # With two of them it would be a matter of taste who is asking.
-    if len(headers) == 1:
+    if headers:
         scheme, _, value = headers[0].partition(" ")
         if scheme.lower() == "bearer":
             key = value.strip()
     try:
-        return service_of(request).tenants.authenticate(key)
+        return tenants.authenticate(key)
     except AuthenticationError as error:
         raise ApiError(401, str(error), code="invalid_api_key") from None
 

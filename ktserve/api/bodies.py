@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from ktserve.api.checks import json_type
 from ktserve.api.disconnects import ClientGone
-from ktserve.api.errors import ApiError
+from ktserve.api.errors import ApiError, shown
 
 INLINE_BYTES = 64 * 1024
 """Bodies up to this size are decoded at once, in well under a millisecond a KiB."""
@@ -29,6 +29,14 @@ async def read_object(request: Request, limit: int) -> dict[str, object]:
         raise ApiError(
             415, "send the body as Content-Type: application/json", code="unsupported_media_type"
         )
+    for encoding in request.headers.getlist("content-encoding"):
+        if encoding.strip().lower() not in {"", "identity"}:
+            raise ApiError(
+                415,
+                f"the body has the Content-Encoding '{shown(encoding)}'; send it as it is, without "
+                "that header",
+                code="unsupported_media_type",
+            )
     data = await _read(request, limit)
     if len(data) <= INLINE_BYTES:
         return _decode(data)

@@ -11,8 +11,9 @@ from ktserve.api.answering import Choice, Plan
 from ktserve.api.conversation import read_messages
 from ktserve.api.errors import invalid
 from ktserve.api.generation import TokenReport
+from ktserve.api.limits import Place
 from ktserve.api.namespaces import namespaces
-from ktserve.api.planning import Head, Prompt, jobs_for, read_stream
+from ktserve.api.planning import Head, Prompt, jobs_for, read_stream, take_places
 from ktserve.api.sampling import read_sampling
 from ktserve.api.schemas import (
     ChatChoice,
@@ -28,15 +29,14 @@ from ktserve.api.schemas import (
 )
 from ktserve.api.service import Service
 from ktserve.api.tokenization import Tokenization
-from ktserve.tenancy.tenants import Tenant
 
 
-async def plan_chat(service: Service, tenant: Tenant, body: Mapping[str, object]) -> Plan:
-    """Check a chat request's body and make its prompt.
+async def plan_chat(service: Service, place: Place, body: Mapping[str, object]) -> Plan:
+    """Check a chat request's body, take a place for each choice, and make its prompt.
 
     Raises:
-        ApiError: the body, the model's name or the prompt's length is refused, or no engine is
-            ready.
+        ApiError: the body, the model's name or the prompt's length is refused, the tenant's places
+            are taken, or no engine is ready.
     """
     fields.CHAT_FIELDS.check(body)
     service.check_model(fields.MODEL.of(body))
@@ -44,25 +44,31 @@ async def plan_chat(service: Service, tenant: Tenant, body: Mapping[str, object]
     messages = fields.MESSAGES.of(body)
     if messages is None:
         raise invalid("messages", "is required", code="missing_required_parameter")
-    conversation = read_messages(messages)
-    (namespace,) = namespaces(tenant, body, None)
+    conversation = read_messages(messages, info)
+    (namespace,) = namespaces(place.tenant, body, None)
     reports = fields.CHAT_LOGPROBS.of(body) or False
     top = fields.TOP_LOGPROBS.of(body)
     if top is not None and not reports:
         raise invalid("top_logprobs", "needs logprobs; set logprobs to true")
     sampling = read_sampling(body, info, (top or 0) if reports else None)
     stream, include_usage = read_stream(body)
-    text = await service.tokenization.render(conversation)
+    take_places(place, 1, sampling.n)
+    text = await service.tokenization.render(conversation, info)
     (tokens,) = await service.tokenization.encode_prompts(
         [text], info, "messages", add_special_tokens=False
     )
     prompts = [Prompt(namespace, tokens)]
     return Plan(
         endpoint="chat_completions",
-        tenant=tenant,
         prompt_tokens=(len(tokens),),
         jobs=jobs_for(
-            service, tenant, info, prompts, sampling, default_max_tokens=None, param="messages"
+            service,
+            place.tenant,
+            info,
+            prompts,
+            sampling,
+            default_max_tokens=None,
+            param="messages",
         ),
         stream=stream,
         form=ChatForm(

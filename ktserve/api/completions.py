@@ -12,14 +12,14 @@ from ktserve.api import checks, fields
 from ktserve.api.answering import Choice, Plan
 from ktserve.api.errors import invalid
 from ktserve.api.generation import TokenReport
+from ktserve.api.limits import Place
 from ktserve.api.namespaces import namespaces
-from ktserve.api.planning import Head, Prompt, jobs_for, read_stream
+from ktserve.api.planning import Head, Prompt, jobs_for, read_stream, take_places
 from ktserve.api.sampling import read_sampling, token_id
 from ktserve.api.schemas import Completion, CompletionChoice, CompletionLogprobs, Usage
 from ktserve.api.service import Service
 from ktserve.api.tokenization import Tokenization
 from ktserve.messages import EngineInfo
-from ktserve.tenancy.tenants import Tenant
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -27,18 +27,18 @@ DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
 
 
-async def plan_completion(service: Service, tenant: Tenant, body: Mapping[str, object]) -> Plan:
-    """Check a completion request's body and make its prompts.
+async def plan_completion(service: Service, place: Place, body: Mapping[str, object]) -> Plan:
+    """Check a completion request's body, take a place for each text, and make its prompts.
 
     Raises:
-        ApiError: the body, the model's name or a prompt's length is refused, or no engine is
-            ready.
+        ApiError: the body, the model's name or a prompt's length is refused, the tenant's places
+            are taken, or no engine is ready.
     """
     fields.COMPLETION_FIELDS.check(body)
     service.check_model(fields.MODEL.of(body))
     info = service.ready_info()
     batch = _read_prompt(fields.PROMPT.of(body), info)
-    prompt_namespaces = namespaces(tenant, body, batch.length)
+    prompt_namespaces = namespaces(place.tenant, body, batch.length)
     logprobs = fields.LOGPROBS.of(body)
     sampling = read_sampling(body, info, logprobs)
     best_of = fields.BEST_OF.of(body)
@@ -47,6 +47,7 @@ async def plan_completion(service: Service, tenant: Tenant, body: Mapping[str, o
             "best_of", f"must equal n, which is {sampling.n}, in this version; leave it out"
         )
     stream, include_usage = read_stream(body)
+    take_places(place, len(prompt_namespaces), sampling.n)
     tokens = batch.token_ids or await service.tokenization.encode_prompts(
         batch.texts, info, "prompt", add_special_tokens=True
     )
@@ -56,11 +57,10 @@ async def plan_completion(service: Service, tenant: Tenant, body: Mapping[str, o
     ]
     return Plan(
         endpoint="completions",
-        tenant=tenant,
         prompt_tokens=tuple(len(token_ids) for token_ids in tokens),
         jobs=jobs_for(
             service,
-            tenant,
+            place.tenant,
             info,
             prompts,
             sampling,
@@ -140,12 +140,15 @@ class CompletionForm:
         return CompletionLogprobs(
             tokens=[self._name(report.token_id) for report in reports],
             token_logprobs=[report.logprob for report in reports],
-            top_logprobs=[
-                {self._name(token_id): logprob for token_id, logprob in report.top}
-                for report in reports
-            ],
+            top_logprobs=[self._alternatives(report) for report in reports],
             text_offset=[report.offset for report in reports],
         )
+
+    def _alternatives(self, report: TokenReport) -> dict[str, float]:
+        """The likeliest tokens and the chosen one, where that is not among them: as OpenAI does."""
+        named = {self._name(token_id): logprob for token_id, logprob in report.top}
+        named.setdefault(self._name(report.token_id), report.logprob)
+        return named
 
     def _name(self, token_id: int) -> str:
         """A token's text, or its bytes where they are no text: names must tell tokens apart."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ktserve.api import checks
 from ktserve.api.errors import invalid, shown
+from ktserve.messages import EngineInfo
 
 ROLES = {
     "system": "system",
@@ -21,7 +22,7 @@ _KNOWN = frozenset({"role", "content", "name"})
 _TEXT_PARTS = frozenset({"text", "input_text"})
 
 
-def read_messages(value: list[object]) -> list[dict[str, str]]:
+def read_messages(value: list[object], info: EngineInfo) -> list[dict[str, str]]:
     """The messages with ``role``, ``content`` and, where sent, ``name``, all strings.
 
     Raises:
@@ -29,6 +30,15 @@ def read_messages(value: list[object]) -> list[dict[str, str]]:
     """
     if not value:
         raise invalid("messages", "must not be empty")
+    pieces = sum(1 + _parts(item) for item in value)
+    if pieces > info.context_length:
+        # Each costs time before its first character does.
+        raise invalid(
+            "messages",
+            f"has {len(value)} messages and {pieces - len(value)} text parts; the limit for both "
+            f"together is {info.context_length}, the model's context_length: send fewer",
+            code="context_length_exceeded",
+        )
     return [_message(f"messages[{place}]", item) for place, item in enumerate(value)]
 
 
@@ -52,6 +62,11 @@ def _message(where: str, value: object) -> dict[str, str]:
     if fields.get("name") is not None:
         message["name"] = checks.text(f"{where}.name", fields["name"])
     return message
+
+
+def _parts(value: object) -> int:
+    content = value.get("content") if isinstance(value, dict) else None
+    return len(content) if isinstance(content, list) else 0
 
 
 def _content(where: str, value: object) -> str:

@@ -28,7 +28,7 @@ from ktserve.messages import (
 )
 
 RETRY_AFTER_S = 5
-"""What a client is told to wait for an engine that is being (re)started."""
+"""What a client is told to wait for an engine, or a server, that is being (re)started."""
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,10 @@ class EngineClient:
         """
         if self._draining:
             raise EngineError(
-                503, "draining", "the server is stopping and takes no new requests", None
+                503,
+                "draining",
+                "the server is stopping and takes no new requests; try again",
+                RETRY_AFTER_S,
             )
         connection = self._connection
         if connection is None:

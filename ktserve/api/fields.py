@@ -42,9 +42,15 @@ class Honoured(Generic[T_co]):
 
 @dataclass(frozen=True)
 class Inert:
-    """A field that is accepted and changes nothing about the answer, and why that is right."""
+    """A field that is accepted and changes nothing about the answer, and why that is right.
+
+    Attributes:
+        check: raises the 400 for a value of a type that the field never has; a client that sends
+            one means something else.
+    """
 
     name: str
+    check: Callable[[str, object], object]
     meaning: str
 
 
@@ -55,11 +61,13 @@ class Refused:
     Attributes:
         neutral: the values that ask for nothing, and are therefore accepted; null always is.
         meaning: what it would do.
+        remedy: what to do instead.
     """
 
     name: str
     meaning: str
     neutral: tuple[object, ...] = ()
+    remedy: str = "leave it out"
 
     def refuse(self, body: Mapping[str, object]) -> None:
         """Raise the 400 unless the field is absent, null or neutral."""
@@ -68,7 +76,7 @@ class Refused:
             return
         raise invalid(
             self.name,
-            "is not supported by this version; leave it out",
+            f"is not supported by this version; {self.remedy}",
             code="unsupported_parameter",
         )
 
@@ -84,19 +92,28 @@ class FieldTable:
         if len(self.fields) != len(fields):
             raise ValueError("a field is declared twice")
         self._refused = [field for field in fields if isinstance(field, Refused)]
+        self._inert = [field for field in fields if isinstance(field, Inert)]
 
-    def check(self, body: Mapping[str, object]) -> None:
-        """Raise a 400 for the first field that is unknown or refused."""
+    def check(self, body: Mapping[str, object], within: str = "") -> None:
+        """Raise a 400 for the first field that is unknown, refused, or inert and of a wrong type.
+
+        Args:
+            within: what stands before a field's name where ``body`` is a part of the whole.
+        """
         for name in body:
             if name not in self.fields:
                 raise ApiError(
                     400,
-                    f"unknown field '{shown(name)}'{self._suggestion(name)}",
+                    f"unknown field '{within}{shown(name)}'{self._suggestion(name)}",
                     code="unknown_parameter",
-                    param=shown(name),
+                    param=within + shown(name),
                 )
         for field in self._refused:
             field.refuse(body)
+        for inert in self._inert:
+            value = body.get(inert.name)
+            if value is not None:
+                inert.check(within + inert.name, value)
 
     def _suggestion(self, name: str) -> str:
         if len(name) > SHOWN_CHARACTERS:
@@ -166,13 +183,13 @@ _SAMPLING: tuple[Honoured[object], ...] = (
 )  # fmt: skip
 
 _INERT = (
-    Inert("user", "the tenant comes from the key alone; never logged"),
-    Inert("safety_identifier", "the tenant comes from the key alone; never logged"),
-    Inert("metadata", "nothing is stored"),
-    Inert("service_tier", "there is one"),
-    Inert("prompt_cache_key", "every prompt is looked up in its namespace"),
-    Inert("prompt_cache_retention", "pages stay until their room is needed"),
-    Inert("prediction", "a hint for speed, never for the text"),
+    Inert("user", checks.text, "the tenant comes from the key alone; never logged"),
+    Inert("safety_identifier", checks.text, "the tenant comes from the key alone; never logged"),
+    Inert("metadata", checks.mapping, "nothing is stored"),
+    Inert("service_tier", checks.text, "there is one"),
+    Inert("prompt_cache_key", checks.text, "every prompt is looked up in its namespace"),
+    Inert("prompt_cache_retention", checks.text, "pages stay until their room is needed"),
+    Inert("prediction", checks.mapping, "a hint for speed, never for the text"),
 )
 
 _REFUSED = (
@@ -191,7 +208,7 @@ _REFUSED = (
     Refused("logits_processors", "changes the logits"),
     Refused("custom_logit_processor", "changes the logits"),
     Refused("custom_params", "changes the logits"),
-    Refused("logits_bias", "changes the logits; the field is logit_bias"),
+    Refused("logits_bias", "changes the logits", remedy="use logit_bias"),
     Refused("bad_words", "changes the logits", ([],)),
     Refused("allowed_token_ids", "changes the logits"),
     Refused("stop_regex", "ends the text", ([],)),
@@ -215,7 +232,7 @@ CHAT_FIELDS = FieldTable(
     MODEL, MESSAGES, MAX_TOKENS_FIELD, MAX_COMPLETION_TOKENS, CHAT_LOGPROBS, TOP_LOGPROBS,
     *_SAMPLING,
     *_INERT,
-    Inert("parallel_tool_calls", "there are no tools"),
+    Inert("parallel_tool_calls", checks.boolean, "there are no tools"),
     *_REFUSED,
     Refused("tools", "lets the model call functions", ([],)),
     Refused("tool_choice", "lets the model call functions", ("none", "auto")),
@@ -243,6 +260,7 @@ COMPLETION_FIELDS = FieldTable(
     *_SAMPLING,
     *_INERT,
     *_REFUSED,
+    Refused("max_completion_tokens", "is a chat's name for max_tokens", remedy="use max_tokens"),
     Refused("echo", "repeats the prompt in the answer", (False,)),
     Refused("suffix", "inserts instead of continuing", ("",)),
     Refused("prompt_embeds", "replaces the prompt"),
@@ -262,7 +280,7 @@ DETOKENIZE_FIELDS = FieldTable(MODEL, TOKENS)
 
 STREAM_OPTION_FIELDS = FieldTable(
     _boolean("include_usage", "a last chunk with the usage"),
-    Inert("include_obfuscation", "nothing is padded"),
+    Inert("include_obfuscation", checks.boolean, "nothing is padded"),
 )
 
 

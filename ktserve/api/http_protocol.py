@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -11,6 +12,20 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from ktserve.api.errors import ApiError
+
+_PROTOCOL_MODULE = HttpToolsProtocol.__module__.rpartition(".")[2]
+
+
+def client_faults_at_debug(record: logging.LogRecord) -> bool:
+    """A filter for uvicorn's log: its protocol's warnings become debug lines.
+
+    Each says only that a client sent what is no HTTP, or asked for an upgrade. Anyone who reaches
+    the port can have as many of them as they like, so that they are no news to an operator.
+    """
+    if record.levelno == logging.WARNING and record.module == _PROTOCOL_MODULE:
+        record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+        return logging.getLogger("ktserve.api").isEnabledFor(logging.DEBUG)
+    return True
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ktserve.api.errors import ApiError
 from ktserve.messages import EngineInfo
@@ -46,10 +47,48 @@ def fit(
     return room - prompt_tokens if asked is None else asked
 
 
-class Admissions:
-    """Counts what is in flight, by tenant and in all, and lets no more in than may be.
+@dataclass
+class Place:
+    """What one request in flight holds of its tenant's room: one sequence until it asks for more.
 
     One sequence is one prompt's one choice, so that a batch or ``n`` is no way around a limit.
+    """
+
+    tenant: Tenant
+    sequences: int
+    _held: Counter[str]
+
+    def take(self, sequences: int) -> None:
+        """Hold ``sequences`` in all, at least as many as before.
+
+        Raises:
+            ApiError: 429 when the tenant's places are taken; 400 when the request alone needs
+                more than the tenant has.
+        """
+        limit = self.tenant.limits.max_concurrent_requests
+        if limit is not None and sequences > limit:
+            raise ApiError(
+                400,
+                f"the request asks for {sequences} texts at once; the tenant's limit, "
+                f"max_concurrent_requests, is {limit}: send fewer prompts or a lower n",
+                code="too_many_sequences",
+                param="n",
+            )
+        others = self._held[self.tenant.name] - self.sequences
+        if limit is not None and others + sequences > limit:
+            raise ApiError(
+                429,
+                f"the tenant has {others} requests in flight and asks for {sequences} more; its "
+                f"limit, max_concurrent_requests, is {limit}: try again when one has ended",
+                code="concurrency_limit",
+                retry_after=BUSY_RETRY_S,
+            )
+        self._held[self.tenant.name] += sequences - self.sequences
+        self.sequences = sequences
+
+
+class Admissions:
+    """Counts what is in flight, by tenant and in all, and lets no more in than may be.
 
     Attributes:
         draining: nothing more is let in.
@@ -71,12 +110,11 @@ class Admissions:
         await self._idle.wait()
 
     @contextmanager
-    def admit(self, tenant: Tenant, sequences: int) -> Iterator[None]:
-        """Hold ``sequences`` places of ``tenant`` while the request is in flight.
+    def admit(self, tenant: Tenant) -> Iterator[Place]:
+        """Hold a place of ``tenant`` while a request is in flight, from before its body is read.
 
         Raises:
-            ApiError: 503 while draining; 429 when the tenant's places are taken; 400 when the
-                request alone needs more than the tenant has.
+            ApiError: 503 while draining; 429 when the tenant's places are taken.
         """
         if self.draining:
             raise ApiError(
@@ -85,31 +123,14 @@ class Admissions:
                 code="draining",
                 retry_after=DRAINING_RETRY_S,
             )
-        limit = tenant.limits.max_concurrent_requests
-        if limit is not None and sequences > limit:
-            raise ApiError(
-                400,
-                f"the request asks for {sequences} texts at once; the tenant's limit, "
-                f"max_concurrent_requests, is {limit}: send fewer prompts or a lower n",
-                code="too_many_sequences",
-                param="n",
-            )
-        if limit is not None and self._sequences[tenant.name] + sequences > limit:
-            raise ApiError(
-                429,
-                f"the tenant has {self._sequences[tenant.name]} requests in flight and asks for "
-                f"{sequences} more; its limit, max_concurrent_requests, is {limit}: try again when "
-                "one has ended",
-                code="concurrency_limit",
-                retry_after=BUSY_RETRY_S,
-            )
-        self._sequences[tenant.name] += sequences
+        place = Place(tenant, 0, self._sequences)
+        place.take(1)
         self._requests += 1
         self._idle.clear()
         try:
-            yield
+            yield place
         finally:
-            self._sequences[tenant.name] -= sequences
+            self._sequences[tenant.name] -= place.sequences
             self._requests -= 1
             if self._requests == 0:
                 self._idle.set()

@@ -12,7 +12,7 @@ import msgspec
 from ktserve.api import checks, fields
 from ktserve.api.errors import ApiError, invalid
 from ktserve.api.generation import Job
-from ktserve.api.limits import fit
+from ktserve.api.limits import Place, fit
 from ktserve.api.sampling import Sampling, choice_seed
 from ktserve.api.service import Service
 from ktserve.messages import EngineInfo, Request
@@ -52,6 +52,24 @@ class Head:
         )
 
 
+def take_places(place: Place, prompts: int, n: int) -> None:
+    """Hold a place for each choice of each of ``prompts``; to be done before they are tokenized.
+
+    Raises:
+        ApiError: 400, they are more than a request or the tenant may ever have; 429, more than the
+            tenant may have now.
+    """
+    if prompts * n > MAX_SEQUENCES:
+        raise ApiError(
+            400,
+            f"{prompts} prompts times n = {n} is more than {MAX_SEQUENCES} texts; "
+            "send fewer prompts or a lower n",
+            code="too_many_sequences",
+            param="n",
+        )
+    place.take(prompts * n)
+
+
 def jobs_for(
     service: Service,
     tenant: Tenant,
@@ -71,14 +89,6 @@ def jobs_for(
     Raises:
         ApiError: 400 with the numbers, when something does not fit.
     """
-    if len(prompts) * sampling.n > MAX_SEQUENCES:
-        raise ApiError(
-            400,
-            f"{len(prompts)} prompts times n = {sampling.n} is more than {MAX_SEQUENCES} texts; "
-            "send fewer prompts or a lower n",
-            code="too_many_sequences",
-            param="n",
-        )
     jobs = []
     for place, prompt in enumerate(prompts):
         max_tokens = fit(
@@ -126,6 +136,6 @@ def read_stream(body: Mapping[str, object]) -> tuple[bool, bool]:
         return stream, False
     if not stream:
         raise invalid("stream_options", "needs stream; set stream to true or leave it out")
-    fields.STREAM_OPTION_FIELDS.check(options)
+    fields.STREAM_OPTION_FIELDS.check(options, "stream_options.")
     include = options.get("include_usage")
     return stream, include is not None and checks.boolean("stream_options.include_usage", include)

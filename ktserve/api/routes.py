@@ -1,24 +1,32 @@
-"""The routes under /v1. Each asks for the authenticated tenant, so none can be reached without."""
+"""The routes under /v1. Each asks for the authenticated tenant, so none can be reached without.
+
+What is no route there is refused in `ktserve.api.app`, which asks for a key first as well.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match
 
 from ktserve.api import fields
-from ktserve.api.answering import GenerationResponse
+from ktserve.api.admitted import AdmittedResponse
+from ktserve.api.answering import GenerationResponse, Plan
 from ktserve.api.auth import Authenticated, service_of
-from ktserve.api.bodies import read_object
 from ktserve.api.chat import plan_chat
 from ktserve.api.completions import plan_completion
 from ktserve.api.conversation import read_messages
-from ktserve.api.errors import ApiError, invalid, shown
+from ktserve.api.errors import invalid
+from ktserve.api.limits import Place
 from ktserve.api.sampling import token_id
 from ktserve.api.schemas import ModelCard, ModelList, Text, Tokens
 from ktserve.api.service import Service
+from ktserve.tenancy.tenants import Tenant
+
+Planner = Callable[[Service, Place, Mapping[str, object]], Awaitable[Plan]]
 
 router = APIRouter(prefix="/v1")
 
@@ -26,19 +34,13 @@ router = APIRouter(prefix="/v1")
 @router.post("/chat/completions")
 async def chat_completions(request: Request, tenant: Authenticated) -> Response:
     """OpenAI's chat completion."""
-    service = service_of(request)
-    started = service.clock()
-    body = await read_object(request, service.settings.max_request_bytes)
-    return GenerationResponse(service, await plan_chat(service, tenant, body), started)
+    return _generation(request, tenant, plan_chat)
 
 
 @router.post("/completions")
 async def completions(request: Request, tenant: Authenticated) -> Response:
     """OpenAI's completion."""
-    service = service_of(request)
-    started = service.clock()
-    body = await read_object(request, service.settings.max_request_bytes)
-    return GenerationResponse(service, await plan_completion(service, tenant, body), started)
+    return _generation(request, tenant, plan_completion)
 
 
 @router.get("/models")
@@ -56,10 +58,27 @@ async def model(request: Request, name: str, _tenant: Authenticated) -> Response
 
 
 @router.post("/tokenize")
-async def tokenize(request: Request, _tenant: Authenticated) -> Response:
+async def tokenize(request: Request, tenant: Authenticated) -> Response:
     """The token ids of a prompt, or of a conversation under the chat template."""
-    service = service_of(request)
-    body = await read_object(request, service.settings.max_request_bytes)
+    return AdmittedResponse(request, tenant, _tokenize)
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request, tenant: Authenticated) -> Response:
+    """The text of token ids."""
+    return AdmittedResponse(request, tenant, _detokenize)
+
+
+def _generation(request: Request, tenant: Tenant, plan: Planner) -> Response:
+    started = service_of(request).clock()
+
+    async def answer(service: Service, place: Place, body: Mapping[str, object]) -> Response:
+        return GenerationResponse(service, await plan(service, place, body), started)
+
+    return AdmittedResponse(request, tenant, answer)
+
+
+async def _tokenize(service: Service, _place: Place, body: Mapping[str, object]) -> Response:
     fields.TOKENIZE_FIELDS.check(body)
     service.check_model(fields.MODEL.of(body))
     info = service.ready_info()
@@ -67,19 +86,22 @@ async def tokenize(request: Request, _tenant: Authenticated) -> Response:
     if (messages is None) == (prompt is None):
         raise invalid("prompt", "or messages is required, and not both")
     special = fields.ADD_SPECIAL_TOKENS.of(body)
+    generation_prompt = fields.ADD_GENERATION_PROMPT.of(body)
+    tokenization, param = service.tokenization, "prompt"
     if prompt is None:
-        generation_prompt = fields.ADD_GENERATION_PROMPT.of(body)
-        text = await service.tokenization.render(
-            read_messages(messages or []), add_generation_prompt=generation_prompt is not False
+        param = "messages"
+        prompt = await tokenization.render(
+            read_messages(messages or [], info),
+            info,
+            add_generation_prompt=generation_prompt is not False,
         )
-    else:
-        text = prompt
+    tokenization.check_length(prompt, info, param)
     # The template writes the special tokens of a conversation itself.
     add_special_tokens = messages is None if special is None else special
-    (tokens,) = await service.tokenization.encode([text], add_special_tokens=add_special_tokens)
+    (tokens,) = await tokenization.encode([prompt], add_special_tokens=add_special_tokens)
     names = None
     if fields.RETURN_TOKEN_STRS.of(body):
-        names = [service.tokenization.token_text(token) for token in tokens]
+        names = [tokenization.token_text(token) for token in tokens]
     return _json(
         Tokens(
             count=len(tokens),
@@ -90,11 +112,7 @@ async def tokenize(request: Request, _tenant: Authenticated) -> Response:
     )
 
 
-@router.post("/detokenize")
-async def detokenize(request: Request, _tenant: Authenticated) -> Response:
-    """The text of token ids."""
-    service = service_of(request)
-    body = await read_object(request, service.settings.max_request_bytes)
+async def _detokenize(service: Service, _place: Place, body: Mapping[str, object]) -> Response:
     fields.DETOKENIZE_FIELDS.check(body)
     service.check_model(fields.MODEL.of(body))
     info = service.ready_info()
@@ -105,20 +123,6 @@ async def detokenize(request: Request, _tenant: Authenticated) -> Response:
         raise invalid("tokens", f"has {len(tokens)} entries; the limit is {info.context_length}")
     ids = [token_id("tokens", item, info.vocab_size) for item in tokens]
     return _json(Text(prompt=await service.tokenization.decode(ids)))
-
-
-@router.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
-async def unknown(request: Request, path: str, _tenant: Authenticated) -> Response:
-    """Everything else under /v1, so that it asks for a key like the rest."""
-    if any(route.matches(request.scope)[0] is Match.PARTIAL for route in router.routes):
-        raise ApiError(
-            405, f"{request.method} is not allowed on /v1/{shown(path)}", code="method_not_allowed"
-        )
-    raise ApiError(
-        404,
-        f"{request.method} /v1/{shown(path)} does not exist in this version",
-        code="unknown_url",
-    )
 
 
 def _model_card(service: Service) -> ModelCard:

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
 
 import jinja2
 
 from ktserve.api.detokenizer import TokenBytes
-from ktserve.api.errors import ApiError, shown
+from ktserve.api.errors import ApiError, invalid, shown
 from ktserve.messages import EngineInfo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+T = TypeVar("T")
+
 INLINE_CHARACTERS = 4096
 """Text up to this length is tokenized at once, in about two milliseconds; longer text goes to a
 thread."""
+
+MESSAGE_CHARACTERS = 64
+"""What a message costs a template beside its text, as characters; an estimate."""
+
+THREADS = 2
+"""Of their own, so that texts wait for other texts and for nothing else, nor anything for them."""
 
 
 class Tokenization:
@@ -34,16 +44,28 @@ class Tokenization:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._longest_token = max(map(len, self._backend.get_vocab()))
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokenizing")
         self.bytes = TokenBytes(tokenizer)
 
-    def least_tokens(self, text: str) -> int:
-        """A number of tokens that ``text`` certainly reaches, known without tokenizing it.
+    def check_length(self, text: str, info: EngineInfo, param: str) -> None:
+        """Refuse a text too long to fit the context, before it costs seconds of a core.
 
-        With it, a text that can never fit is refused before it costs seconds of a core.
+        The limit is the characters of a whole context of the vocabulary's longest token. Of a
+        tokenizer that drops nothing, as byte-level ones, no longer text could ever fit.
+
+        Raises:
+            ApiError: 400 with the numbers.
         """
-        if self._longest_token is None:
-            return 0
-        return -(-len(text) // self._longest_token)
+        limit = info.context_length * self._longest_token
+        if len(text) > limit:
+            raise invalid(
+                param,
+                f"has {len(text)} characters; the limit is {limit}, which is the model's "
+                f"context_length of {info.context_length} tokens times the {self._longest_token} "
+                "characters of its longest token: shorten it",
+                code="context_length_exceeded",
+            )
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """The token ids of each of ``texts``.
@@ -51,15 +73,19 @@ class Tokenization:
         The names of special tokens in a text become those tokens, as in transformers.
         """
 
-        def work() -> list[list[int]]:
+        def work(texts: Sequence[str]) -> list[list[int]]:
             encodings = self._backend.encode_batch_fast(
                 list(texts), add_special_tokens=add_special_tokens
             )
             return [encoding.ids for encoding in encodings]
 
         if sum(len(text) for text in texts) <= INLINE_CHARACTERS:
-            return work()
-        return await asyncio.to_thread(work)
+            return work(texts)
+        # One at a time, so that the texts of other requests have their turn between them.
+        ids = []
+        for text in texts:
+            ids += await self._in_thread(functools.partial(work, [text]))
+        return ids
 
     async def encode_prompts(
         self, texts: Sequence[str], info: EngineInfo, param: str, *, add_special_tokens: bool
@@ -67,19 +93,21 @@ class Tokenization:
         """As `encode`, for prompts in the field ``param``.
 
         Raises:
-            ApiError: 400, a text is certain to be longer than the model's context.
+            ApiError: 400, a text is too long for the model's context, or has a token that the
+                tokenizer knows and the model does not.
         """
         for text in texts:
-            least = self.least_tokens(text) if len(text) > info.context_length else 0
-            if least > info.context_length:
-                raise ApiError(
-                    400,
-                    f"{param} has at least {least} tokens; the model's context_length is "
-                    f"{info.context_length} tokens, prompt and output together: shorten the prompt",
-                    code="context_length_exceeded",
-                    param=param,
-                )
-        return await self.encode(texts, add_special_tokens=add_special_tokens)
+            self.check_length(text, info, param)
+        prompts = await self.encode(texts, add_special_tokens=add_special_tokens)
+        highest = max((max(ids) for ids in prompts if ids), default=0)
+        if highest >= info.vocab_size:
+            # Without the token's text, which is the prompt's.
+            raise invalid(
+                param,
+                f"has text that becomes the token id {highest}; the model has ids from 0 to "
+                f"{info.vocab_size - 1}: /v1/tokenize shows which text it is; leave that out",
+            )
+        return prompts
 
     async def decode(self, token_ids: list[int]) -> str:
         """The text of ``token_ids``, special tokens included."""
@@ -90,15 +118,20 @@ class Tokenization:
 
         if len(token_ids) <= INLINE_CHARACTERS:
             return work()
-        return await asyncio.to_thread(work)
+        return await self._in_thread(work)
 
     async def render(
-        self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: list[dict[str, str]],
+        info: EngineInfo,
+        *,
+        add_generation_prompt: bool = True,
     ) -> str:
         """The conversation as the model's chat template writes it.
 
         Raises:
-            ApiError: 400, the model has no template, or its template refuses the conversation.
+            ApiError: 400, the messages are too long, the model has no template, or its template
+                refuses the conversation or would ignore a message's name.
         """
         if self._tokenizer.chat_template is None:
             raise ApiError(
@@ -108,17 +141,16 @@ class Tokenization:
                 code="no_chat_template",
                 param="messages",
             )
+        for place, message in enumerate(messages):
+            self.check_length(message["content"], info, f"messages[{place}].content")
 
         def work() -> str:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-            return str(text)
+            self._check_names(messages)
+            return self._apply_template(messages, add_generation_prompt=add_generation_prompt)
 
+        size = sum(MESSAGE_CHARACTERS + sum(map(len, message.values())) for message in messages)
         try:
-            if sum(len(message["content"]) for message in messages) <= INLINE_CHARACTERS:
-                return work()
-            return await asyncio.to_thread(work)
+            return work() if size <= INLINE_CHARACTERS else await self._in_thread(work)
         except jinja2.TemplateError as error:
             raise ApiError(
                 400,
@@ -127,16 +159,43 @@ class Tokenization:
                 param="messages",
             ) from None
 
-    @functools.cached_property
-    def _longest_token(self) -> int | None:
-        """The most bytes of a token, where every byte of a text is sure to end in some token."""
-        added = self._backend.get_added_tokens_decoder().values()
-        shrinks = self._backend.normalizer is not None or any(
-            token.lstrip or token.rstrip for token in added
+    def _check_names(self, messages: list[dict[str, str]]) -> None:
+        """Raise the 400 for the first ``name`` that the template does not write.
+
+        Most templates have no use for names. Whether this one has is seen by rendering words that
+        no message holds in the place of the names.
+        """
+        words = {
+            place: f"n{secrets.token_hex(16)}"
+            for place, message in enumerate(messages)
+            if "name" in message
+        }
+        if not words:
+            return
+        trial = [
+            {**message, "name": words[place]} if place in words else message
+            for place, message in enumerate(messages)
+        ]
+        text = self._apply_template(trial, add_generation_prompt=False)
+        for place, word in words.items():
+            if word not in text:
+                raise invalid(
+                    f"messages[{place}].name",
+                    "is not supported: the model's chat template does not write it; leave it out",
+                    code="unsupported_parameter",
+                )
+
+    def _apply_template(
+        self, messages: list[dict[str, str]], *, add_generation_prompt: bool
+    ) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         )
-        if shrinks or not self.bytes.is_byte_level:
-            return None
-        return max(len(self.bytes.of(token_id)) for token_id in self._backend.get_vocab().values())
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def token_text(self, token_id: int) -> str:
         """How one token is written alone; parts of characters are U+FFFD."""

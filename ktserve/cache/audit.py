@@ -34,7 +34,7 @@ def audit(cache: CacheManager, tables: Iterable[BlockTable]) -> None:
     for table in tables:
         _expect(table.lease.held, "an open table holds a lease")
         owners.update(table.pages[table.lease.length : table.length].tolist())
-        node = table.lease._node
+        node = table.lease.node
         depth = 0
         step = node
         while step.parent is not None:
@@ -88,7 +88,7 @@ def audit(cache: CacheManager, tables: Iterable[BlockTable]) -> None:
 
 def _path_pages(table: BlockTable) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     parts = []
-    step = table.lease._node
+    step = table.lease.node
     while step.parent is not None:
         parts.append(step.pages)
         step = step.parent

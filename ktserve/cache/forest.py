@@ -95,13 +95,15 @@ class Lease:
     """A right to read the pages of a prefix: while it is held, none of them can be evicted.
 
     Attributes:
+        node: where the prefix ends.
         length: pages that it covers.
+        held: it was not released yet.
     """
 
-    __slots__ = ("_node", "held", "length")
+    __slots__ = ("held", "length", "node")
 
     def __init__(self, node: Node, length: int) -> None:
-        self._node = node
+        self.node = node
         self.length = length
         self.held = True
 
@@ -198,7 +200,7 @@ class RadixForest:
             caller keeps its own pages at those positions, to give them back, and must read the
             forest's from now on. All other pages beyond the lease belong to the forest.
         """
-        start = lease._node
+        start = lease.node
         end = len(tokens) // self._page_bytes
         node, at, child, partial = self._walk(start, lease.length * self._page_bytes, tokens, end)
         if child is not None:
@@ -217,7 +219,7 @@ class RadixForest:
         # Lock the new end before letting go of the old: a page between them is never free.
         self._lock(node, None)
         self._unlock(start)
-        lease._node = node
+        lease.node = node
         lease.length = end
         return present
 
@@ -229,7 +231,7 @@ class RadixForest:
         if not lease.held:
             return
         lease.held = False
-        node = lease._node
+        node = lease.node
         tree = node.tree
         tree.leases -= 1
         self._ticks += 1

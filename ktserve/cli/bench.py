@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from ktserve.cli.exit_codes import ExitCode
+from ktserve.cli.help import Command
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
+    from ktserve.bench.cache import Shape as CacheShape
     from ktserve.bench.results import Results
     from ktserve.bench.serve import Plan, Server
 
@@ -34,15 +34,17 @@ def bench() -> None:
     """Measure servers and the cache."""
 
 
-@app.command()
+@app.command(cls=Command)
 def serve(
-    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:30000",
+    url: Annotated[str, typer.Option(metavar="URL", help="The server.")] = "http://127.0.0.1:30000",
     model: Annotated[
-        str, typer.Option(help="The model's name; the one it lists if left out.")
+        str, typer.Option(metavar="TEXT", help="The model's name; the one it lists if left out.")
     ] = "",
     api_key: Annotated[
         str | None,
-        typer.Option(help="Better in the environment.", envvar="KTSERVE_BENCH_API_KEY"),
+        typer.Option(
+            metavar="TEXT", help="Better in the environment.", envvar="KTSERVE_BENCH_API_KEY"
+        ),
     ] = None,
     extra_body: Annotated[
         str, typer.Option(metavar="JSON", help="An object whose fields go into every request.")
@@ -51,32 +53,44 @@ def serve(
         str | None,
         typer.Option(metavar="URL", help="A second server, measured side by side with the first."),
     ] = None,
-    vs_model: Annotated[str, typer.Option(help="Its model's name.")] = "",
+    vs_model: Annotated[str, typer.Option(metavar="TEXT", help="Its model's name.")] = "",
     vs_api_key: Annotated[
-        str | None, typer.Option(help="Its key.", envvar="KTSERVE_BENCH_VS_API_KEY")
+        str | None, typer.Option(metavar="TEXT", help="Its key.", envvar="KTSERVE_BENCH_VS_API_KEY")
     ] = None,
     vs_extra_body: Annotated[str, typer.Option(metavar="JSON", help="Its extra fields.")] = "{}",
-    endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
+    endpoint: Annotated[
+        str, typer.Option(metavar="[chat|completions]", help="Which endpoint is asked.")
+    ] = "chat",
     workload: Annotated[
-        str, typer.Option(help="Any of ttft, decode and shared.")
+        str, typer.Option(metavar="[ttft|decode|shared],...", help="What is measured; any of them.")
     ] = "ttft,decode,shared",
-    concurrency: Annotated[str, typer.Option(help="Requests at once of decode.")] = "1,4,16",
-    runs: Annotated[int, typer.Option(min=1, max=100, help="Medians are over these.")] = 3,
+    concurrency: Annotated[
+        str, typer.Option(metavar="INTEGER,...", help="Requests at once of decode.")
+    ] = "1,4,16",
+    runs: Annotated[
+        int, typer.Option(metavar="INTEGER", min=1, max=100, help="Medians are over these.")
+    ] = 3,
     prompt_tokens: Annotated[
-        int, typer.Option(min=32, max=1_000_000, help="Of ttft's prompts, about.")
+        int,
+        typer.Option(metavar="INTEGER", min=32, max=1_000_000, help="Of ttft's prompts, about."),
     ] = 444,
     output_tokens: Annotated[
-        int, typer.Option(min=2, max=100_000, help="That each request of decode gives.")
+        int,
+        typer.Option(
+            metavar="INTEGER", min=2, max=100_000, help="That each request of decode gives."
+        ),
     ] = 64,
     seed: Annotated[
         int | None,
-        typer.Option(help="Of the prompts. With one seed, a second run finds them warm."),
+        typer.Option(
+            metavar="INTEGER", help="Of the prompts. With one seed, a second run finds them warm."
+        ),
     ] = None,
     request_timeout: Annotated[
-        float, typer.Option(min=1, max=3600, help="Seconds without a byte.")
+        float, typer.Option(metavar="NUMBER", min=1, max=3600, help="Seconds without a byte.")
     ] = 300,
     time_limit: Annotated[
-        float, typer.Option(min=1, max=86_400, help="Seconds for everything.")
+        float, typer.Option(metavar="NUMBER", min=1, max=86_400, help="Seconds for everything.")
     ] = 1800,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON.")
@@ -143,17 +157,28 @@ def serve(
         sys.exit(ExitCode.INCONCLUSIVE)
 
 
-@app.command()
+@app.command(cls=Command)
 def cache(
     nodes: Annotated[
-        int, typer.Option(min=1, max=5_000_000, help="Prompts that fill the forest before.")
+        int,
+        typer.Option(
+            metavar="INTEGER", min=1, max=5_000_000, help="Prompts that fill the forest before."
+        ),
     ] = 100_000,
-    page_size: Annotated[int, typer.Option(min=1, max=256, help="Tokens a page.")] = 16,
+    page_size: Annotated[
+        int, typer.Option(metavar="INTEGER", min=1, max=256, help="Tokens a page.")
+    ] = 16,
     namespaces: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Over which the filling is spread.")
+        int,
+        typer.Option(
+            metavar="INTEGER", min=1, max=1_000_000, help="Over which the filling is spread."
+        ),
     ] = 1,
     repetitions: Annotated[
-        int, typer.Option(min=1, max=1000, help="Of each operation; medians are over these.")
+        int,
+        typer.Option(
+            metavar="INTEGER", min=1, max=1000, help="Of each operation; medians are over these."
+        ),
     ] = 50,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON.")
@@ -211,7 +236,7 @@ def _report(
         _say(f"written to {json_file}")
 
 
-def _record(plan: DataclassInstance) -> dict[str, Any]:
+def _record(plan: Plan | CacheShape) -> dict[str, Any]:
     from dataclasses import asdict
 
     from ktserve.bench.machine import describe, versions

@@ -1,4 +1,4 @@
-"""What `ktserve run --dry-run` shows: every setting with its origin, and what memory would hold."""
+"""What `ktserve run --dry-run` shows: settings, their origins, and what memory would hold."""
 
 from __future__ import annotations
 
@@ -9,29 +9,41 @@ from ktserve.config import declared
 from ktserve.logs import clean
 
 if TYPE_CHECKING:
+    from ktserve.config import Setting, Settings
     from ktserve.models.memory import MemoryPlan
     from ktserve.resolution import Resolved
 
 
-def show_settings(resolved: Resolved, out: TextIO) -> None:
-    """Print each setting's name, value and origin; secrets are not shown."""
+def show_settings(resolved: Resolved, effective: Settings, out: TextIO) -> None:
+    """Print each setting's name, value in effect and origin; secrets are not shown.
+
+    Args:
+        effective: the settings that a server would run with. A value that is not in ``resolved``
+            is marked "(auto)".
+    """
     rows = [
-        (name, clean(setting.shown(getattr(resolved.settings, name))), resolved.origins[name])
+        (name, clean(_value(setting, resolved.settings, effective)), resolved.origins[name])
         for name, setting in declared().items()
     ]
     _table("Settings", ("setting", "value", "from"), rows, out)
+
+
+def _value(setting: Setting, given: Settings, effective: Settings) -> str:
+    value = getattr(effective, setting.name)
+    chosen = "" if value == getattr(given, setting.name) else " (auto)"
+    return setting.shown(value) + chosen
 
 
 def show_plan(plan: MemoryPlan, out: TextIO) -> None:
     """Print what the weights take and how many tokens the pages would hold."""
     rows = [
         ("device", clean(plan.device)),
-        ("dtype", plan.dtype),
+        ("precision", plan.dtype),
         ("weights", _bytes(plan.weight_bytes)),
         ("available", _bytes(plan.available_bytes)),
         ("page pool", _bytes(plan.pool_bytes)),
         ("bytes per token", f"{plan.kv_bytes_per_token:,}"),
-        ("page size", f"{plan.page_size:,} tokens"),
+        ("tokens per page", f"{plan.page_size:,}"),
         ("pages", f"{plan.pages:,}"),
         ("tokens that fit", f"{plan.tokens:,}"),
         ("context length", f"{plan.context_length:,} tokens"),
@@ -61,6 +73,6 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], out
 
 
 def _bytes(count: int) -> str:
-    power = min(max(count.bit_length() - 1, 0) // 10, 4)
-    unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
-    return f"{count / 1024**power:,.{1 if power else 0}f} {unit}"
+    """In GiB alone, so that figures of a plan can be compared at a glance."""
+    size = count / 2**30
+    return f"{size:,.1f} GiB" if size >= 0.05 or not count else "less than 0.1 GiB"

@@ -6,40 +6,27 @@ import inspect
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
 from ktserve.cli.exit_codes import ExitCode
+from ktserve.cli.help import Command
 from ktserve.config import Setting, declared
+
+if TYPE_CHECKING:
+    from ktserve.resolution import Resolved
 
 _MODEL_ARGUMENT = "model_argument"
 _CONFIG = "config"
 _DRY_RUN = "dry_run"
 
 
-class SectionedCommand(TyperCommand):
-    """A command whose help lists the options under their group, not in one long list."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                group = getattr(parameter, "rich_help_panel", None) or kind
-                sections.setdefault(group, []).append(record)
-        for group, records in sections.items():
-            with formatter.section(group):
-                formatter.write_dl(records)
-
-
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``."""
     app.command(
         "run",
-        cls=SectionedCommand,
+        cls=Command,
         epilog="Every option is also an environment variable (--page-size is KTSERVE_PAGE_SIZE) "
         "and a key of the TOML file (page_size). A flag wins over the environment, the "
         "environment over the file.",
@@ -53,36 +40,46 @@ def _run(**given: Any) -> None:
     argument = given.pop(_MODEL_ARGUMENT)
     config = given.pop(_CONFIG) or os.environ.get(CONFIG_VARIABLE)
     dry_run = given.pop(_DRY_RUN)
+    toml_path = None if config is None else Path(config)
     try:
-        if argument is not None:
-            if given["model"] not in (None, argument):
-                raise SettingError(
-                    "model is given twice, as MODEL and with --model-path; give it once"
-                )
-            given["model"] = argument
-        resolved = resolve(given, os.environ, None if config is None else Path(config))
+        resolved = resolve(given, os.environ, toml_path, argument)
     except SettingError as error:
         _refuse(str(error))
     if dry_run:
-        from ktserve.cli.plan import show_plan, show_settings
-
-        show_settings(resolved, sys.stdout)
-        from ktserve.models.memory import plan
-
-        try:
-            show_plan(plan(resolved.settings), sys.stdout)
-        except (ValueError, OSError) as error:
-            _refuse(str(error))
+        _show(resolved)
         return
     from ktserve.supervisor import supervise
 
     sys.exit(supervise(resolved.settings))
 
 
-def _refuse(message: str) -> NoReturn:
+def _show(resolved: Resolved) -> None:
+    """Print what a server would run with, or why it could not start."""
+    from ktserve.supervisor.checks import CannotStart, check
+
+    try:
+        check(resolved.settings)
+        # After what can be wrong without it: it loads torch.
+        from ktserve.engine.effective import effective_settings
+        from ktserve.models.memory import plan
+
+        memory = plan(resolved.settings)
+        effective = effective_settings(resolved.settings, memory)
+    except CannotStart as error:
+        _refuse(*error.problems)
+    except (ValueError, OSError) as error:
+        _refuse(str(error))
+    from ktserve.cli.plan import show_plan, show_settings
+
+    show_settings(resolved, effective, sys.stdout)
+    show_plan(memory, sys.stdout)
+
+
+def _refuse(*problems: str) -> NoReturn:
     from ktserve.logs import clean
 
-    typer.echo(f"ktserve run: {clean(message)}", err=True)
+    for problem in problems:
+        typer.echo(f"ktserve run: {clean(problem)}", err=True)
     raise typer.Exit(ExitCode.USAGE)
 
 

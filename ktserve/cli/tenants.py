@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from ktserve.cli.exit_codes import ExitCode
+from ktserve.cli.help import Command
 
 if TYPE_CHECKING:
     from ktserve.tenancy.tenants_file import Entry, TenantsFileError
@@ -28,11 +29,13 @@ File = Annotated[
 DEFAULT_FILE = Path("tenants.toml")
 
 
-@app.command()
+@app.command(cls=Command)
 def new(
     name: Name,
     file: File = DEFAULT_FILE,
-    label: Annotated[str | None, typer.Option(help="What people call the tenant.")] = None,
+    label: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What people call the tenant.")
+    ] = None,
 ) -> None:
     """Add a tenant to the file and print its first key, once."""
     from ktserve.tenancy.tenants_edit import add_tenant, new_api_key
@@ -46,7 +49,7 @@ def new(
     _hand_over(key, f"tenant {name} added to {file}")
 
 
-@app.command()
+@app.command(cls=Command)
 def add_key(name: Name, file: File = DEFAULT_FILE) -> None:
     """Add a key to a tenant and print it, once. Its other keys stay valid."""
     from ktserve.tenancy.tenants_edit import add_key as add
@@ -61,7 +64,7 @@ def add_key(name: Name, file: File = DEFAULT_FILE) -> None:
     _hand_over(key, f"key added to tenant {name} in {file}")
 
 
-@app.command(name="list")
+@app.command("list", cls=Command)
 def list_tenants(
     file: File = DEFAULT_FILE,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -76,7 +79,7 @@ def list_tenants(
     typer.echo(_as_json(entries) if as_json else _as_table(entries))
 
 
-@app.command()
+@app.command(cls=Command)
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file of tenants.")],
 ) -> None:

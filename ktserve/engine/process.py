@@ -17,9 +17,10 @@ from ktserve.attention import KVStorage, create_backend
 from ktserve.cache import CacheManager, PagePool
 from ktserve.config import Settings
 from ktserve.engine.engine import Engine
+from ktserve.engine.limits import scheduler_limits
 from ktserve.engine.runner import ModelRunner
 from ktserve.engine.sampler import Sampler
-from ktserve.engine.scheduler import Scheduler, SchedulerLimits
+from ktserve.engine.scheduler import Scheduler
 from ktserve.engine.steplog import StepLog
 from ktserve.ipc import (
     BlockingSupervisorLink,
@@ -28,13 +29,10 @@ from ktserve.ipc import (
     new_boot_id,
 )
 from ktserve.messages import EngineInfo, EngineReady, Stop, ToEngine
-from ktserve.models import loading, memory
-from ktserve.models.source import resolve
+from ktserve.models import cpu_linear, loading, memory
+from ktserve.models.source import ModelSource, locate, resolve
 
 log = logging.getLogger("ktserve.engine")
-
-CPU_PREFILL_TOKENS = 512
-CUDA_PREFILL_TOKENS = 2048
 
 
 class StartedEngine(NamedTuple):
@@ -58,19 +56,24 @@ def start(settings: Settings, pseudonym_key: bytes) -> StartedEngine:
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)
     began = time.monotonic()
-    source = resolve(settings.model, settings.load_format, settings.revision, settings.cache_dir)
+    source = _source(settings)
     config = loading.read_config(loading.directory_of(source))
     device = loading.choose_device(settings.device)
     dtype = loading.choose_dtype(settings.dtype, config, device)
+    packing = cpu_linear.choose(settings.cpu_weights, dtype, device)
     plan = memory.plan_pool(
         config,
         settings,
         device=device,
         dtype=dtype,
-        weight_bytes=memory.count_weight_bytes(config, dtype),
+        packing=packing,
+        weight_bytes=memory.count_weight_bytes(config, dtype, packing),
         available_bytes=memory.available_bytes(device),
     )
-    loaded = loading.load(source, dtype=dtype, device=device, seed=settings.random_seed or 0)
+    loaded = loading.load(
+        source, dtype=dtype, device=device, seed=settings.random_seed or 0, packing=packing
+    )
+    precision = cpu_linear.precision(dtype, packing, len(loaded.unpacked))
     kv_heads, head_dim = memory.kv_shape(config)
     storage = KVStorage(
         layers=config.num_hidden_layers,
@@ -87,7 +90,7 @@ def start(settings: Settings, pseudonym_key: bytes) -> StartedEngine:
         PagePool(plan.pages), plan.page_size, enabled=not settings.disable_radix_cache
     )
     engine = Engine(
-        scheduler=Scheduler(cache, _limits(settings, plan.context_length, device)),
+        scheduler=Scheduler(cache, scheduler_limits(settings, plan.context_length, device.type)),
         cache=cache,
         runner=ModelRunner(loaded, storage, backend, device),
         sampler=Sampler(loaded.eos_token_ids, vocab_size),
@@ -102,7 +105,7 @@ def start(settings: Settings, pseudonym_key: bytes) -> StartedEngine:
         "%s loaded in %.1f s: %s on %s, %d tokens in %d pages",
         source.name,
         time.monotonic() - began,
-        plan.dtype,
+        precision,
         plan.device,
         plan.tokens,
         plan.pages,
@@ -111,7 +114,7 @@ def start(settings: Settings, pseudonym_key: bytes) -> StartedEngine:
         model=source.name,
         architecture=type(loaded.model).__name__,
         device=plan.device,
-        dtype=plan.dtype,
+        dtype=precision,
         attention_backend=backend.name,
         context_length=plan.context_length,
         page_size=plan.page_size,
@@ -124,6 +127,17 @@ def start(settings: Settings, pseudonym_key: bytes) -> StartedEngine:
         max_queued_requests=settings.max_queued_requests,
     )
     return StartedEngine(engine, info)
+
+
+def _source(settings: Settings) -> ModelSource:
+    """The model on this machine. Of a hub model the config comes first, and is checked: no weight
+    is downloaded that cannot be served."""
+    where = (settings.revision, settings.cache_dir)
+    found = locate(settings.model, settings.load_format, settings.cache_dir)
+    if found.kind == "hub" and not found.dummy:
+        config = loading.read_config(loading.directory_of(resolve(settings.model, "dummy", *where)))
+        loading.choose_context_length(settings.context_length, config)
+    return resolve(settings.model, settings.load_format, *where)
 
 
 def serve(started: StartedEngine, runtime_dir: str, link: BlockingSupervisorLink) -> None:
@@ -175,24 +189,6 @@ def _received(socket: zmq.Socket[bytes]) -> list[tuple[bytes, bytes]]:
         except zmq.Again:
             return messages
         messages.append((identity, payload))
-
-
-def _limits(settings: Settings, context_length: int, device: torch.device) -> SchedulerLimits:
-    prefill = settings.chunked_prefill_size
-    if prefill is None:
-        prefill = CUDA_PREFILL_TOKENS if device.type == "cuda" else CPU_PREFILL_TOKENS
-    elif prefill == -1:
-        prefill = context_length
-    batched = settings.max_num_batched_tokens
-    if batched is None:
-        batched = prefill + settings.max_running_requests
-    return SchedulerLimits(
-        max_running=settings.max_running_requests,
-        max_queued=settings.max_queued_requests,
-        max_batched_tokens=batched,
-        prefill_tokens=prefill,
-        policy=settings.schedule_policy,
-    )
 
 
 def _seeds(random_seed: int | None) -> Callable[[str], int] | None:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of sibling projections, in the order in which they are merged."""
@@ -21,24 +20,29 @@ class MergedLinear(nn.Module):
     """Sibling projections as one, ``[sum of their outputs, inputs]``.
 
     It holds an input and its products only while siblings have still to take theirs.
+
+    Attributes:
+        product: the one linear layer, which may be replaced by another with the same results.
     """
 
     def __init__(self, projections: Sequence[nn.Linear]) -> None:
         super().__init__()
         self.sizes = [projection.out_features for projection in projections]
-        self.weight = nn.Parameter(
-            torch.cat([projection.weight.detach() for projection in projections]),
-            requires_grad=False,
-        )
+        weight = torch.cat([projection.weight.detach() for projection in projections])
         biases = [p.bias.detach() for p in projections if p.bias is not None]
-        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+        with torch.device("meta"):
+            product = nn.Linear(weight.shape[1], weight.shape[0], bias=bool(biases))
+        product.weight = nn.Parameter(weight, requires_grad=False)
+        if biases:
+            product.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+        self.product: nn.Module = product
         self._input: torch.Tensor | None = None
         self._waiting: dict[int, torch.Tensor] = {}
 
     def take(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """The output ``[..., sizes[index]]`` of one sibling for the input ``hidden``."""
         if self._input is not hidden or index not in self._waiting:
-            product = functional.linear(hidden, self.weight, self.bias)
+            product = self.product(hidden)
             self._input = hidden
             self._waiting = dict(enumerate(torch.split(product, self.sizes, dim=-1)))
         output = self._waiting.pop(index)
@@ -69,7 +73,8 @@ def fuse(model: nn.Module) -> int:
         how many groups were merged.
     """
     merged_groups = 0
-    for module in list(model.modules()):
+    # Of linear layers no reference is kept: it would hold their weights.
+    for module in [m for m in model.modules() if type(m) is not nn.Linear]:
         for names in GROUPS:
             projections = [getattr(module, name, None) for name in names]
             linears = [p for p in projections if type(p) is nn.Linear]

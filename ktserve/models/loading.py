@@ -13,11 +13,12 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig
 
 from ktserve.models import architectures, dummy
+from ktserve.models.cpu_linear import Packing, pack, weight_bytes_of
 from ktserve.models.fusing import fuse
-from ktserve.models.source import ModelSource
+from ktserve.models.source import ModelSource, check_weights
 from ktserve.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -38,12 +39,14 @@ class LoadedModel:
             ``logits_to_keep`` and ``paged``.
         eos_token_ids: the ids that end a sequence, ascending.
         weight_bytes: bytes of its weights on the device, shared ones once.
+        unpacked: names of linear layers that could not be packed as asked for.
     """
 
     model: transformers.PreTrainedModel
     config: PretrainedConfig
     eos_token_ids: tuple[int, ...]
     weight_bytes: int
+    unpacked: tuple[str, ...] = ()
 
 
 def load(
@@ -53,6 +56,7 @@ def load(
     device: torch.device,
     seed: int = 0,
     fused: bool = True,
+    packing: Packing | None = None,
     attention: str | None = None,
 ) -> LoadedModel:
     """Load ``source``, whose directory is set, onto ``device``.
@@ -60,6 +64,7 @@ def load(
     Args:
         seed: of random weights, for a dummy source.
         fused: merge sibling projections, see `ktserve.models.fusing`.
+        packing: how linear layers are packed, see `ktserve.models.cpu_linear`; None leaves them.
         attention: the attention implementation; None is ktserve's own on pages.
 
     Raises:
@@ -78,6 +83,8 @@ def load(
         register()
         attention = ATTENTION_NAME
     kind = architectures.model_class(config)
+    if not source.dummy:
+        check_weights(directory)
     if source.dummy:
         model = dummy.build(
             kind, config, seed=seed, dtype=dtype, device=device, attention=attention
@@ -88,7 +95,20 @@ def load(
     model.requires_grad_(False)
     if fused:
         fuse(model)
-    return LoadedModel(model, config, eos_token_ids(directory, config), weight_bytes_of(model))
+    unpacked: tuple[str, ...] = ()
+    if packing is not None:
+        unpacked = pack(model, packing)
+        if unpacked:
+            logger.warning(
+                "linear layers stay float32, because their weights do not fit %s: %d (%s%s)",
+                packing.label,
+                len(unpacked),
+                ", ".join(unpacked[:3]),
+                ", ..." if len(unpacked) > 3 else "",
+            )
+    return LoadedModel(
+        model, config, eos_token_ids(directory, config), weight_bytes_of(model), unpacked
+    )
 
 
 def read_config(directory: Path) -> PretrainedConfig:
@@ -177,12 +197,6 @@ def eos_token_ids(directory: Path, config: PretrainedConfig) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def weight_bytes_of(model: nn.Module) -> int:
-    """Bytes of the parameters and buffers, shared ones counted once."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
 def directory_of(source: ModelSource) -> Path:
     if source.directory is None:
         raise AssertionError(f"{source.name} was located but not resolved")
@@ -243,6 +257,10 @@ def _unreadable(directory: Path, error: Exception) -> ValueError:
     names = content.get("architectures") or [content.get("model_type", "the model")]
     if "auto_map" in content:
         return architectures.UnsupportedModel(str(names[0]), architectures.REMOTE_CODE)
+    model_type = content.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        why = f"transformers {transformers.__version__} has no model type {model_type!r}"
+        return architectures.UnsupportedModel(str(names[0]), why)
     return InvalidModel(
         f"{path} (architecture {names[0]!r}) cannot be read by transformers"
         f" {transformers.__version__}: {type(error).__name__}: {error}"

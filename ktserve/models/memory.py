@@ -11,13 +11,14 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from ktserve.config import Settings
-from ktserve.models import architectures, gguf
+from ktserve.models import architectures, cpu_linear, gguf
+from ktserve.models.cpu_linear import Packing, precision, weight_bytes_of
+from ktserve.models.fusing import fuse
 from ktserve.models.loading import (
     choose_context_length,
     choose_device,
     choose_dtype,
     read_config,
-    weight_bytes_of,
 )
 from ktserve.models.source import ModelSource, locate, resolve
 
@@ -38,7 +39,7 @@ class MemoryPlan:
     """What goes where.
 
     Attributes:
-        weight_bytes: of the weights in ``dtype``, shared ones counted once.
+        weight_bytes: of the weights as they are held, shared ones counted once.
         kv_bytes_per_token: keys and values of one token in all layers.
         available_bytes: what the device has free, with the weights not loaded.
         pool_bytes: of all pages.
@@ -46,6 +47,7 @@ class MemoryPlan:
         page_size: tokens in a page.
         tokens: that the pool holds, ``pages * page_size``.
         context_length: the most tokens of one sequence.
+        dtype: the precision in words, of the weights too where theirs is another.
         notes: what a person should know about the figures.
     """
 
@@ -68,18 +70,21 @@ def plan(settings: Settings) -> MemoryPlan:
 
     Raises:
         ValueError: the model, or a setting about it, cannot be used: `ModelNotFound`,
-            `UnsupportedGguf`, `UnsupportedModel`, `InvalidModel` or `InsufficientMemory`.
+            `UnsupportedGguf`, `UnsupportedModel`, `InvalidModel`, `InvalidCpuWeights` or
+            `InsufficientMemory`.
         OSError: a file cannot be read.
     """
     config = _config_of(locate(settings.model, settings.load_format, settings.cache_dir), settings)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, config, device)
+    packing = cpu_linear.choose(settings.cpu_weights, dtype, device)
     found = plan_pool(
         config,
         settings,
         device=device,
         dtype=dtype,
-        weight_bytes=count_weight_bytes(config, dtype),
+        packing=packing,
+        weight_bytes=count_weight_bytes(config, dtype, packing),
         available_bytes=available_bytes(device),
     )
     warning = architectures.check(config)
@@ -92,12 +97,14 @@ def plan_pool(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    packing: Packing | None = None,
     weight_bytes: int,
     available_bytes: int,
 ) -> MemoryPlan:
     """The plan for a known model.
 
     Args:
+        packing: of the linear layers' weights, to be named beside ``dtype``.
         available_bytes: what the device would have free without this model's weights. With the
             weights loaded already, add ``weight_bytes`` to what is free.
 
@@ -162,7 +169,7 @@ def plan_pool(
         tokens=tokens,
         context_length=context_length,
         device=_device_name(device),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=precision(dtype, packing),
         notes=notes,
     )
 
@@ -182,12 +189,18 @@ def kv_shape(config: PretrainedConfig) -> tuple[int, int]:
     return kv_heads or heads, head_dim or config.hidden_size // heads
 
 
-def count_weight_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes that the model's weights take in ``dtype``, counted on a model without storage."""
+def count_weight_bytes(
+    config: PretrainedConfig, dtype: torch.dtype, packing: Packing | None = None
+) -> int:
+    """Bytes that the model's weights take, counted on a model without storage.
+
+    Layers that turn out not to be packed (`ktserve.models.cpu_linear.pack`) may take more.
+    """
     kind = architectures.model_class(config)
     with torch.device("meta"):
         model = cast("Any", kind)._from_config(config, dtype=dtype, attn_implementation="eager")
-    return weight_bytes_of(model)
+    fuse(model)
+    return weight_bytes_of(model, packing)
 
 
 def available_bytes(device: torch.device) -> int:

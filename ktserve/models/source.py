@@ -82,7 +82,7 @@ def locate(
     if load_format == "gguf":
         raise ModelNotFound(f"load_format is gguf, but {model!r} is not a .gguf file")
     if path.is_dir():
-        _check_directory(path, dummy)
+        _check_directory(path)
         return ModelSource("directory", path.resolve().name, path.resolve(), dummy=dummy)
     if _HUB_NAME.fullmatch(model) and path.suffix.lower() != ".gguf":
         return ModelSource("hub", model, None, dummy=dummy)
@@ -118,7 +118,7 @@ def resolve(
         )
     if source.kind == "hub":
         directory = _download(source.name, revision, source.dummy)
-        _check_directory(directory, source.dummy)
+        _check_directory(directory)
         return ModelSource("hub", source.name, directory, dummy=source.dummy)
     if source.directory is not None:
         return source
@@ -145,10 +145,17 @@ def _converted(path: Path, dummy: bool, cache_dir: str | Path | None) -> Path:
     return root / "models" / (gguf.cache_key(path) + ("-config" if dummy else ""))
 
 
-def _check_directory(path: Path, dummy: bool) -> None:
+def _check_directory(path: Path) -> None:
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"the directory {path} has no config.json; accepted: {ACCEPTED}")
-    if not dummy and not any(path.glob("*.safetensors")):
+
+
+def check_weights(path: Path) -> None:
+    """Raise ModelNotFound where a model directory holds no weights that are read.
+
+    Apart from `resolve`, so that a model that cannot be served at all is refused for that first.
+    """
+    if not any(path.glob("*.safetensors")):
         raise ModelNotFound(
             f"the directory {path} has no *.safetensors; weights in another format are not read."
             " Convert them, or use --load-format dummy for random weights"
@@ -168,13 +175,19 @@ def _download(name: str, revision: str | None, dummy: bool) -> Path:
     )
 
     patterns = _SMALL_FILES if dummy else [*_SMALL_FILES, "*.safetensors"]
+    # Some models keep the same weights a second time, in another layout.
+    other_layouts = ["*/*", "consolidated*.safetensors"]
     where = f"the hub model {name!r}" + ("" if revision is None else f" at {revision!r}")
     instead = (
         "give a local directory in Hugging Face's format or a .gguf file instead, or download the"
         " model where there is a network and set HF_HOME to that cache and HF_HUB_OFFLINE=1"
     )
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=patterns, ignore_patterns=other_layouts
+            )
+        )
     except GatedRepoError as error:
         raise ModelNotFound(
             f"{where} is gated; accept its terms on the hub and set HF_TOKEN"

@@ -12,10 +12,9 @@ from ktserve.cli.exit_codes import ExitCode
 from ktserve.config import Settings
 from ktserve.ipc import Role
 from ktserve.runtime_dir import RuntimeDir, RuntimeDirError
+from ktserve.supervisor.checks import CannotStart, check
 from ktserve.supervisor.restarts import RestartRules
 from ktserve.supervisor.supervision import Supervisor
-from ktserve.tenancy.tenants import load_tenants
-from ktserve.tenancy.tenants_file import TenantsFileError
 
 COMMANDS: Mapping[Role, Sequence[str]] = {
     # -P: the children import what this process imports, not what lies in the working directory.
@@ -44,14 +43,14 @@ def supervise(
     """
     logs.configure(settings.log_level, settings.log_format, process="supervisor")
     try:
-        # Read here to refuse a bad file before anything is started; the API reads it for itself.
-        tenants = len(load_tenants(settings))
+        # Checked here to refuse a bad file before anything is started; the API reads it for itself.
+        tenants = check(settings)
         with RuntimeDir(settings) as runtime_dir:
             supervisor = Supervisor(
                 settings, runtime_dir, tenants, commands, restarts or RestartRules(), sys.stdout
             )
             return asyncio.run(supervisor.run())
-    except TenantsFileError as error:
+    except CannotStart as error:
         for problem in error.problems:
             log.error("%s", problem)
     except RuntimeDirError as error:

@@ -13,7 +13,7 @@ import pytest
 from ktserve.api.detokenizer import TokenBytes
 from ktserve.api.engine_client import EngineError
 from ktserve.api.generation import Job, generate
-from ktserve.messages import Request, SamplingParams, TokenOutput
+from ktserve.messages import Request, SamplingParams, TokenLogprobs, TokenOutput
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tokens import pack, unpack
 
@@ -321,6 +321,25 @@ def test_completion_logprobs_have_offsets_and_names_that_differ(lab: Any) -> Non
     assert report["text_offset"][:2] == [0, 1]
     assert report["text_offset"][-1] == 3
     assert any(name.startswith("bytes:\\xf0") for name in report["tokens"])
+
+
+@pytest.mark.parametrize("logprobs", [0, 2])
+def test_completion_logprobs_have_the_chosen_token_too(lab: Any, logprobs: int) -> None:
+    (chosen,), others = lab.ids("x"), [*lab.ids("y"), *lab.ids("z")]
+    top = [(other, -0.5) for other in others[:logprobs]]
+    engine = lab.says("")
+    engine.script = lambda _request: [
+        TokenOutput(
+            request_id=0,
+            token_ids=[chosen],
+            cached_tokens=0,
+            logprobs=[TokenLogprobs(logprob=-7.5, top=top)],
+            finish="length",
+        )
+    ]
+    answer = lab.post(engine, COMPLETIONS, {"prompt": "x", "logprobs": logprobs}).json()
+    expected = {"y": -0.5, "z": -0.5, "x": -7.5} if logprobs else {"x": -7.5}
+    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [expected]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -120,13 +120,47 @@ def test_unknown_paths_are_404s_in_openais_shape(lab: Any, call: Call, path: str
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+def test_a_404_says_what_was_asked_for_and_where_the_routes_are(lab: Any, call: Call) -> None:
+    response = call(lab.app(lab.says("Hi")), "PUT", "/chat/comp%1b[31mletions" + "x" * 500)
+    message = response.json()["error"]["message"]
+    assert message.startswith("PUT /chat/comp\\x1b[31mletionsxxx")
+    assert "the routes are under /v1" in message
+    assert len(message) < 250
+
+
 @pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/v1/completions"), ("DELETE", "/v1/models"), ("POST", "/health")]
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/v1/completions", {"POST"}),
+        ("OPTIONS", "/v1/chat/completions", {"POST"}),
+        ("TRACE", "/v1/tokenize", {"POST"}),
+        ("DELETE", "/v1/models", {"GET"}),
+        ("POST", "/health", {"GET", "HEAD"}),
+    ],
 )
-def test_a_wrong_method_is_a_405(lab: Any, call: Call, method: str, path: str) -> None:
+def test_a_wrong_method_is_a_405_that_says_what_is_right(
+    lab: Any, call: Call, method: str, path: str, allowed: set[str]
+) -> None:
     response = call(lab.app(lab.says("Hi")), method, path)
     assert response.status_code == 405
-    assert response.json()["error"]["code"] == "method_not_allowed"
+    assert set(response.headers["allow"].split(", ")) == allowed
+    error = response.json()["error"]
+    assert error["code"] == "method_not_allowed"
+    assert error["message"].startswith(f"{method} {path} is not allowed; the route takes ")
+
+
+def test_health_and_ready_answer_to_head(lab: Any, call: Call) -> None:
+    engine = lab.says("Hi")
+    app = lab.app(engine)
+    response = call(app, "HEAD", "/v1/models/tiny")
+    assert (response.status_code, response.headers["allow"]) == (405, "GET")
+    for path in ("/health", "/ready"):
+        assert call(app, "HEAD", path).status_code == 200
+    engine.info = None
+    response = call(app, "HEAD", "/ready")
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) > 0
+    assert call(app, "HEAD", "/health").status_code == 200
 
 
 def test_a_bug_is_a_500_without_details(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:

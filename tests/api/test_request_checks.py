@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from ktserve.api import fields
+from ktserve.tokens import unpack
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -82,6 +83,14 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),
         ("best_of", 2),
+        ("max_completion_tokens", 5),
+        ("user", 5),
+        ("safety_identifier", {}),
+        ("metadata", "x"),
+        ("service_tier", True),
+        ("prompt_cache_key", ["x"]),
+        ("prompt_cache_retention", 5),
+        ("prediction", "x"),
         ("prompt", 5),
         ("prompt", []),
         ("prompt", [[]]),
@@ -229,6 +238,63 @@ def test_both_names_of_max_tokens_must_agree(lab: Any) -> None:
     assert lab.post(lab.says("Hi"), CHAT, body).status_code == 200
 
 
+def test_a_completion_that_sets_a_chats_max_tokens_is_told_its_own(lab: Any) -> None:
+    body = {"prompt": "x", "max_completion_tokens": 5}
+    error = refused(lab.post(lab.says("Hi"), COMPLETIONS, body))
+    assert error["code"] == "unsupported_parameter"
+    assert error["message"].endswith("; use max_tokens")
+
+
+def test_inert_fields_of_a_chat_are_of_their_type(lab: Any) -> None:
+    body = {**HELLO, "parallel_tool_calls": "yes"}
+    assert refused(lab.post(lab.says("Hi"), CHAT, body))["param"] == "parallel_tool_calls"
+    options = {**HELLO, "stream": True, "stream_options": {"include_obfuscation": 1}}
+    error = refused(lab.post(lab.says("Hi"), CHAT, options))
+    assert error["param"] == "stream_options.include_obfuscation"
+    options["stream_options"] = {"include_obfuscation": False}
+    assert lab.post(lab.says("Hi"), CHAT, options).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/tokenize"])
+def test_a_name_is_honoured_or_refused(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    messages = [*HELLO["messages"], {"role": "user", "content": "Hello", "name": "Ann"}]
+    error = refused(lab.post(lab.says("Hi"), path, {"messages": messages}))
+    assert error["param"] == "messages[1].name"
+    assert error["code"] == "unsupported_parameter"
+    writes_names = (
+        "{% for m in messages %}{{ m['role'] }} "
+        "{% if m['role'] == 'user' %}{{ m['name'] }}{% endif %}: {{ m['content'] }}\n{% endfor %}"
+    )
+    monkeypatch.setattr(lab.tokenizer, "chat_template", writes_names)
+    engine = lab.says("Hi")
+    assert lab.post(engine, CHAT, {"messages": messages}).status_code == 200
+    text = lab.tokenizer.decode(unpack(engine.requests[0].prompt).tolist())
+    assert text == "user : Hello\nuser Ann: Hello\n"
+    # The template writes the names of users alone.
+    messages.append({"role": "assistant", "content": "Hello", "name": "Ann"})
+    error = refused(lab.post(lab.says("Hi"), path, {"messages": messages}))
+    assert error["param"] == "messages[2].name"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [(CHAT, HELLO, "messages"), (COMPLETIONS, {"prompt": ["\t", "Hello"]}, "prompt")],
+)
+def test_text_beyond_the_models_vocabulary_is_refused_by_field(
+    lab: Any, path: str, body: Any, param: str
+) -> None:
+    engine = lab.says("Hi")
+    highest = max(lab.ids("Hello"))
+    engine.info = msgspec.structs.replace(engine.info, vocab_size=highest)
+    error = refused(lab.post(engine, path, body))
+    assert error["param"] == param
+    assert f"the model has ids from 0 to {highest - 1}" in error["message"]
+    assert "Hello" not in error["message"]
+    assert engine.requests == []
+
+
 def test_top_logprobs_needs_logprobs(lab: Any) -> None:
     assert refused(lab.post(lab.says("Hi"), CHAT, {**HELLO, "top_logprobs": 2}))["param"] == (
         "top_logprobs"
@@ -310,6 +376,17 @@ def test_a_form_post_is_refused(lab: Any, call: Post) -> None:
     # What any web page may send to a server on the reader's own machine.
     response = call(lab.app(lab.says("Hi")), "POST", CHAT, content=json.dumps(HELLO))
     assert refused(response, 415)["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "identity, gzip", "\x01"])
+def test_a_body_in_an_encoding_is_refused(lab: Any, call: Post, encoding: str) -> None:
+    app = lab.app(lab.says("Hi"))
+    response = call(app, "POST", CHAT, json=HELLO, headers={"Content-Encoding": encoding})
+    error = refused(response, 415)
+    assert "Content-Encoding" in error["message"]
+    assert "\x01" not in error["message"]
+    headers = {"Content-Encoding": "Identity"}
+    assert call(app, "POST", CHAT, json=HELLO, headers=headers).status_code == 200
 
 
 def test_too_many_texts_in_one_request(lab: Any) -> None:

@@ -26,6 +26,13 @@ ROUTES = [
     ("POST", "/v1/detokenize"),
     ("GET", "/v1/anything"),
     ("DELETE", "/v1/models"),
+    ("HEAD", "/v1/models"),
+    ("OPTIONS", CHAT),
+    ("TRACE", "/v1/tokenize"),
+    ("PROPFIND", "/v1/anything"),
+    ("GET", "/v1"),
+    ("HEAD", "/v1"),
+    ("GET", "/v1/"),
 ]
 Call = Callable[..., httpx.Response]
 
@@ -62,8 +69,17 @@ def test_every_v1_route_needs_a_key(
     response = call(app, method, path + "?api_key=key-a", headers=headers)
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
-    assert response.json()["error"]["code"] == "invalid_api_key"
+    if method != "HEAD":  # which has no body
+        assert response.json()["error"]["code"] == "invalid_api_key"
     assert "key-a" not in response.text
+
+
+def test_two_keys_are_none_and_the_answer_says_so(lab: Any, call: Call) -> None:
+    headers = [("Authorization", "Bearer key-a"), ("Authorization", "Bearer key-a")]
+    response = call(lab.app(lab.says("Hi"), two_tenants()), "GET", "/v1/models", headers=headers)
+    assert response.status_code == 401
+    assert "send one Authorization header" in response.json()["error"]["message"]
+    assert call(lab.app(lab.says("Hi")), "GET", "/v1/models", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
@@ -84,7 +100,6 @@ def test_every_route_under_v1_is_in_the_list_above() -> None:
         COMPLETIONS,
         "/v1/tokenize",
         "/v1/detokenize",
-        "/v1/{path:path}",
     }
 
 

@@ -11,14 +11,22 @@ from pathlib import Path
 import pytest
 from servers import CACHE, TENANTS, Server
 
+from ktserve.models.source import locate
+
 
 @pytest.fixture(scope="session")
 def packaged() -> Iterator[Server]:
-    """The packaged model for two tenants; shared, so tests use prompts of their own."""
+    """The packaged model for two tenants; shared, so tests use prompts of their own.
+
+    Its weights are float32, as those of transformers are, with which its text is compared.
+    """
     with tempfile.TemporaryDirectory() as directory:
         tenants = Path(directory, "tenants.toml")
         tenants.write_text(TENANTS)
-        server = Server("--tenants", str(tenants), "--enable-metrics", "--log-level", "debug")
+        server = Server(
+            *("--tenants", str(tenants), "--enable-metrics", "--log-level", "debug"),
+            *("--cpu-weights", "float32"),
+        )
         try:
             yield server.wait_ready()
         finally:
@@ -28,8 +36,9 @@ def packaged() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def packaged_directory(packaged: Server) -> Path:  # noqa: ARG001 (its start converts the model)
     """The packaged model in Hugging Face's format."""
-    models = (CACHE / "models").iterdir()
-    return next(path for path in models if any(path.glob("*.safetensors")))
+    directory = locate(None, "auto", CACHE).directory
+    assert directory is not None
+    return directory
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from servers import Server
 
+GENERATED = "ktserve_generated_tokens_total"
 BODY: dict[str, Any] = {"model": "small", "temperature": 0, "ignore_eos": True}
 
 
@@ -33,6 +34,8 @@ def idle(server: Server) -> bool:
 def test_a_client_that_leaves_frees_its_slot(serve: Callable[..., Server], stream: bool) -> None:
     server = serve("--max-running-requests", "2")
 
+    generated: list[float] = []
+
     async def leave_two_and_ask() -> httpx.Response:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             long = body(prompt="one two three", max_tokens=1900, stream=stream)
@@ -41,6 +44,7 @@ def test_a_client_that_leaves_frees_its_slot(serve: Callable[..., Server], strea
             ]
             while await asyncio.to_thread(server.metric, "ktserve_running_requests") < 2:
                 await asyncio.sleep(0.02)
+            generated.append(await asyncio.to_thread(server.metric, GENERATED))
             for task in leaving:
                 task.cancel()
             await asyncio.gather(*leaving, return_exceptions=True)
@@ -50,8 +54,9 @@ def test_a_client_that_leaves_frees_its_slot(serve: Callable[..., Server], strea
     answer = asyncio.run(leave_two_and_ask())
     assert answer.status_code == 200
     server.wait(lambda: idle(server), 10)
-    # Far fewer tokens than both asked for: they did not decode on for nobody.
-    assert server.metric("ktserve_generated_tokens_total") < 3000
+    # A few steps pass until the engine hears of it (and in the count itself); both had asked for
+    # 1,900 tokens and did not decode on for nobody.
+    assert server.metric(GENERATED) - generated[0] < 200
 
 
 def test_a_killed_engine_answers_503_and_comes_back(serve: Callable[..., Server]) -> None:
@@ -200,7 +205,7 @@ def test_a_random_life_harms_no_bystander(
     assert server.metric("ktserve_preemptions_total") > 0
     assert server.metric("ktserve_evicted_tokens_total") > 0
     assert server.metric("ktserve_invariant_breaches_total") == 0
-    assert life["left"] > requests // 8
+    assert life["left"] > requests // 10
     assert len(life["answers"]) > requests // 3
     alone: dict[tuple[str, int], dict[str, Any]] = {}
     ties: set[str] = set()
@@ -248,29 +253,20 @@ async def _live(
         request = body(
             prompt=dice.choice(prompts),
             max_tokens=dice.choice([1, 40, 120, 120]),
-            stream=dice.random() < 0.5,
+            cache_salt=dice.choice([None, "a"]),
         )
         stop = dice.choice([None, None, "a", "on"])
         if stop is not None:
             request["stop"] = stop
-        leaves_after = dice.uniform(0, 0.4) if dice.random() < 0.35 else None
+        leaves = dice.random() < 0.35
         async with slots:
-            try:
-                async with asyncio.timeout(leaves_after):
-                    answer = await client.post("/v1/completions", json=request)
-            except TimeoutError:
-                life["left"] += 1
-                return
-        assert answer.status_code == 200, answer.text
-        if request["stream"]:
-            chunks = [
-                json.loads(line.removeprefix("data: "))
-                for line in answer.text.splitlines()
-                if line.startswith("data: {")
-            ]
-            text = "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"])
-        else:
-            text = answer.json()["choices"][0]["text"]
+            if dice.random() < 0.5:
+                text = await stream(client, request, dice.randrange(1, 30) if leaves else None)
+            else:
+                text = await whole(client, request, dice.uniform(0, 0.4) if leaves else None)
+        if text is None:
+            life["left"] += 1
+            return
         life["answers"].append(
             {
                 "prompt": request["prompt"],
@@ -281,6 +277,39 @@ async def _live(
         )
 
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-        seeds = [draw.random() for _ in range(requests)]
-        await asyncio.gather(*(one(client, seed) for seed in map(hash, seeds)))
+        seeds = [draw.getrandbits(32) for _ in range(requests)]
+        await asyncio.gather(*(one(client, seed) for seed in seeds))
     return life
+
+
+async def whole(
+    client: httpx.AsyncClient, request: dict[str, Any], seconds: float | None
+) -> str | None:
+    """The text; None where the client has left after ``seconds``."""
+    try:
+        async with asyncio.timeout(seconds):
+            answer = await client.post("/v1/completions", json=request)
+    except TimeoutError:
+        return None
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+async def stream(
+    client: httpx.AsyncClient, request: dict[str, Any], chunks: int | None
+) -> str | None:
+    """The text of a stream; None where the client has left after so many ``chunks``."""
+    text = ""
+    async with client.stream("POST", "/v1/completions", json=request | {"stream": True}) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            if chunks is not None:
+                chunks -= 1
+                if chunks < 0:
+                    return None
+            choices = json.loads(line.removeprefix("data: "))["choices"]
+            text += "".join(choice["text"] for choice in choices)
+    return text

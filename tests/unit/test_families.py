@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ktserve.attention import ATTENTION_NAME, KVStorage, PagedBatch, create_backend, register
 from ktserve.models.architectures import PROVEN, check, model_class
+from ktserve.models.cpu_linear import Packing, choose, pack
 from ktserve.models.fusing import MergedPart, fuse
 from ktserve.models.memory import kv_shape
 
@@ -90,12 +91,21 @@ class Held:
 class Served:
     """A model on pages that hold NaN until they are written."""
 
-    def __init__(self, reference: PreTrainedModel, *, page_size: int, fused: bool) -> None:
+    def __init__(
+        self,
+        reference: PreTrainedModel,
+        *,
+        page_size: int,
+        fused: bool,
+        packing: Packing | None = None,
+    ) -> None:
         register()
         self.model = copy.deepcopy(reference)
         self.model.set_attn_implementation(ATTENTION_NAME)
         if fused:
             assert fuse(self.model) > 0
+        if packing is not None:
+            assert pack(self.model, packing) == ()
         config = self.model.config
         kv_heads, head_dim = kv_shape(config)
         self.page_size = page_size
@@ -166,10 +176,21 @@ def reference(request: pytest.FixtureRequest) -> PreTrainedModel:
     return make_model(request.param)
 
 
-@pytest.fixture(params=[(1, False), (1, True), (4, True)], ids=["1", "1-fused", "4-fused"])
+@pytest.fixture(
+    params=[(1, False, False), (1, True, False), (4, True, False), (1, True, True)],
+    ids=["1", "1-fused", "4-fused", "1-packed"],
+)
 def served(request: pytest.FixtureRequest, reference: PreTrainedModel) -> Served:
-    page_size, fused = request.param
-    return Served(reference, page_size=page_size, fused=fused)
+    page_size, fused, packed = request.param
+    packing = chosen("float32") if packed else None
+    return Served(reference, page_size=page_size, fused=fused, packing=packing)
+
+
+def chosen(cpu_weights: str) -> Packing:
+    packing = choose(cpu_weights, torch.float32, torch.device("cpu"))
+    if packing is None or packing.label != cpu_weights:
+        pytest.skip(f"this torch has no packed {cpu_weights} weights here")
+    return packing
 
 
 def test_every_proven_family_is_here() -> None:
@@ -277,3 +298,14 @@ def test_fused_model_has_the_same_logits_and_weights(reference: PreTrainedModel)
     tokens = tokens_of(17, seed=10)
     difference = expected(fused, tokens) - expected(reference, tokens)
     assert difference.abs().max().item() <= 1e-5
+
+
+def test_float16_weights_move_the_logits_a_little(reference: PreTrainedModel) -> None:
+    packing = chosen("float16")
+    served = Served(reference, page_size=1, fused=True, packing=packing)
+    tokens = tokens_of(23, seed=11)
+    sequence = served.sequence(tokens)
+    logits = torch.cat([served.step([(sequence, count)])[0] for count in (9, 1, 12, 1)])
+    correct = expected(reference, tokens)
+    error = ((logits - correct).norm() / correct.norm()).item()
+    assert 0 < error <= 2e-3

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
 from ktserve.models.architectures import UnsupportedModel
+from ktserve.models.cpu_linear import Float16Linear, choose
 from ktserve.models.loading import InvalidModel, LoadedModel, choose_dtype, load, read_config
 from ktserve.models.source import resolve
 from ktserve.models.tokenizer import InvalidTokenizer, load_tokenizer
@@ -39,7 +40,7 @@ def make_config(**changes: Any) -> PretrainedConfig:
 
 def make_checkpoint(directory: Path, **changes: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(1)
-    model = transformers.LlamaForCausalLM(make_config(**changes)).eval()
+    model = transformers.LlamaForCausalLM(make_config(**changes)).eval().requires_grad_(False)
     model.save_pretrained(directory)
     return model
 
@@ -59,6 +60,26 @@ def test_a_checkpoint_gives_its_own_logits(tmp_path: Path) -> None:
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     weights = sum(p.numel() for p in original.parameters())
     assert 0 <= loaded.weight_bytes - 4 * weights <= 1024
+
+
+def test_layers_that_float16_cannot_hold_stay_and_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if choose("auto", torch.float32, CPU) is not Float16Linear:
+        pytest.skip("no packed float16 weights here")
+    original = make_checkpoint(tmp_path)
+    ids = torch.arange(10)[None]
+    assert load_from(tmp_path, packing=Float16Linear).unpacked == ()
+    assert "stay float32" not in caplog.text, "the control"
+    original.model.layers[1].mlp.down_proj.weight[0] *= 1e-6
+    original.save_pretrained(tmp_path)
+    loaded = load_from(tmp_path, packing=Float16Linear)
+    assert loaded.unpacked == ("model.layers.1.mlp.down_proj",)
+    assert (
+        "stay float32, because their weights do not fit float16: 1 (model.layers.1" in caplog.text
+    )
+    difference = loaded.model(input_ids=ids).logits - original(input_ids=ids).logits
+    assert 0 < difference.abs().max().item() <= 2e-3
 
 
 def test_own_attention_is_the_default(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from ktserve.config import Settings
 from ktserve.models import memory
+from ktserve.models.cpu_linear import Float32Linear, InvalidCpuWeights, choose
 from ktserve.models.loading import InvalidModel, load
 from ktserve.models.memory import InsufficientMemory, MemoryPlan, plan, plan_pool
 from ktserve.models.source import resolve
@@ -104,23 +105,52 @@ def test_the_context_length_can_only_shrink() -> None:
         make_plan(8000, context_length=1001)
 
 
-def test_counted_weights_are_the_loaded_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cpu_weights", ["float16", "float32"])
+def test_counted_weights_are_the_loaded_ones(tmp_path: Path, cpu_weights: Any) -> None:
     make_config().save_pretrained(tmp_path)
-    settings = Settings(model=str(tmp_path), load_format="dummy", device="cpu")
-    loaded = load(resolve(settings.model, "dummy"), dtype=torch.float32, device=CPU)
+    settings = Settings(
+        model=str(tmp_path), load_format="dummy", device="cpu", cpu_weights=cpu_weights
+    )
+    packing = choose(cpu_weights, torch.float32, CPU)
+    loaded = load(
+        resolve(settings.model, "dummy"), dtype=torch.float32, device=CPU, packing=packing
+    )
     planned = plan(settings)
     assert planned.weight_bytes == loaded.weight_bytes
     assert planned.tokens > 0
+    if packing is not None:
+        assert planned.dtype == f"float32, weights {packing.label} (packed)"
+
+
+def test_a_head_that_is_the_embedding_counts_once_until_it_is_packed() -> None:
+    plain = memory.count_weight_bytes(make_config(), torch.float32)
+    packed = memory.count_weight_bytes(make_config(), torch.float32, Float32Linear)
+    assert packed - plain == 100 * 64 * 4
     untied = make_config(tie_word_embeddings=False)
-    more = memory.count_weight_bytes(untied, torch.float32) - planned.weight_bytes
-    assert more == 100 * 64 * 4
+    assert memory.count_weight_bytes(untied, torch.float32) == packed
+    assert memory.count_weight_bytes(untied, torch.float32, Float32Linear) == packed
+
+
+def test_packed_weights_are_for_float32_on_the_cpu(tmp_path: Path) -> None:
+    make_config().save_pretrained(tmp_path)
+    settings: dict[str, Any] = {
+        "model": str(tmp_path),
+        "load_format": "dummy",
+        "device": "cpu",
+        "dtype": "bfloat16",
+    }
+    assert plan(Settings(**settings)).dtype == "bfloat16"
+    with pytest.raises(InvalidCpuWeights, match=r"cpu_weights is float16.*leave --cpu-weights out"):
+        plan(Settings(**settings, cpu_weights="float16"))
 
 
 def test_a_gguf_file_is_planned_without_converting(tmp_path: Path) -> None:
     found = plan(Settings(cache_dir=str(tmp_path), device="cpu"))
     assert found.context_length == 8192
     assert found.kv_bytes_per_token == 2 * 30 * 3 * 64 * 4
-    assert 134_515_008 * 4 <= found.weight_bytes < 134_516_000 * 4
+    assert found.weight_bytes >= 134_515_008 * 2
+    plain = plan(Settings(cache_dir=str(tmp_path), device="cpu", dtype="bfloat16"))
+    assert 134_515_008 * 2 <= plain.weight_bytes < 134_516_000 * 2
     assert list(tmp_path.iterdir()) == []
 
 

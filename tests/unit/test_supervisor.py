@@ -19,6 +19,7 @@ import pytest
 from ktserve.banner import banner_rows, exposure_warning, print_banner
 from ktserve.config import Settings
 from ktserve.messages import EngineInfo
+from ktserve.supervisor.checks import CannotStart, check
 from ktserve.supervisor.restarts import RestartPolicy, RestartRules
 
 SUPERVISED = Path(__file__).parents[1] / "fakes" / "supervised.py"
@@ -146,7 +147,7 @@ def test_serves_and_prints_the_banner_once_ready(socket_dir: Path) -> None:
             "precision: float32",
             "pool: 4,096 tokens in 1,024 pages of 4",
             "context: 128 tokens",
-            "sharing: shared: one LRU",
+            "cache: one LRU, shared by all tenants",
             "tenants: one tenant, no key",
             "URL: http://127.0.0.1:30000/v1",
             f"sockets: {running.runtime_dir}",
@@ -362,9 +363,9 @@ def test_exposure_without_a_key_is_warned_of(settings: Settings, warned: bool) -
     assert (exposure_warning(settings) is not None) == warned
 
 
-def test_banner_cannot_be_driven_by_a_models_name() -> None:
-    info = EngineInfo(
-        model="evil\x1b[2J[red]\n",
+def info(model: str) -> EngineInfo:
+    return EngineInfo(
+        model=model,
         architecture="A",
         device="cpu",
         dtype="float32",
@@ -380,13 +381,53 @@ def test_banner_cannot_be_driven_by_a_models_name() -> None:
         max_queued_requests=1,
     )
 
+
+def test_banner_cannot_be_driven_by_a_models_name() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
-    rows = banner_rows(info, Settings(tenants="t.toml"), "http://h:1", 3, Path("/r"))
+    rows = banner_rows(
+        info("evil\x1b[2J[red]\n"), Settings(tenants="t.toml"), "http://h:1", 3, Path("/r")
+    )
     for out in (io.StringIO(), Terminal()):
         print_banner(rows, out)
         assert r"evil\x1b[2J[red]\x0a" in out.getvalue()
         assert "\x1b[2J" not in out.getvalue()
         assert "3, by API key" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("url", "rows"),
+    [
+        ("http://127.0.0.1:30000", [("URL", "http://127.0.0.1:30000/v1")]),
+        ("https://example.org:1", [("URL", "https://example.org:1/v1")]),
+        (
+            "http://0.0.0.0:30000",
+            [
+                ("URL", "http://127.0.0.1:30000/v1"),
+                ("listening", "on all addresses of this machine (0.0.0.0)"),
+            ],
+        ),
+        (
+            "https://[::]:1",
+            [
+                ("URL", "https://[::1]:1/v1"),
+                ("listening", "on all addresses of this machine (::)"),
+            ],
+        ),
+    ],
+)
+def test_banner_has_an_address_that_can_be_used(url: str, rows: list[tuple[str, str]]) -> None:
+    shown = banner_rows(info("m"), Settings(), url, 1, Path("/r"))
+    assert [row for row in shown if row[0] in ("URL", "listening")] == rows
+
+
+def test_certificate_that_cannot_be_used_is_refused_before_anything_is_started(
+    tmp_path: Path,
+) -> None:
+    no_certificate = tmp_path / "cert.pem"
+    no_certificate.write_text("no certificate")
+    with pytest.raises(CannotStart, match="--ssl-certfile"):
+        check(Settings(ssl_certfile=str(no_certificate)))
+    assert check(Settings()) == 1
