@@ -8,8 +8,8 @@ import pytest
 
 from ktserve.config import ENVIRONMENT_PREFIX
 
-# As the engine does, and before anything here imports torch: a test must not crawl because another
-# program has one of the processors.
+# Before anything here imports torch, and for the servers that tests start: threads that spin while
+# they wait for each other make a test crawl when another program has one of the processors.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import sys
 
@@ -19,9 +18,6 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure(config.settings.log_level, config.settings.log_format, process="engine")
     link = BlockingSupervisorLink(config.runtime_dir, "engine")
-    # Threads of the model must not spin while they wait for each other: on a machine that does
-    # anything else they would wait for the processor that the spinning one holds. Read at import.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Slow to import: the supervisor's link and lifeline come first.
     from ktserve.engine.process import serve, start
 
