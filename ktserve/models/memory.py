@@ -20,7 +20,7 @@ from ktserve.models.loading import (
     choose_dtype,
     read_config,
 )
-from ktserve.models.source import ModelSource, locate, resolve
+from ktserve.models.source import ModelSource, check_weights, locate, resolve
 
 CUDA_FRACTION = 0.85
 CPU_FRACTION = 0.25
@@ -230,15 +230,18 @@ def _cgroup_bytes_left(root: Path) -> int | None:
 def _config_of(source: ModelSource, settings: Settings) -> PretrainedConfig:
     if source.directory is None and source.gguf is not None:
         content: dict[str, Any] = gguf.read_header(source.gguf).config()
-        config: PretrainedConfig = AutoConfig.for_model(**content)
-        architectures.check(config)
-        return config
+        described: PretrainedConfig = AutoConfig.for_model(**content)
+        architectures.check(described)
+        return described
     if source.directory is None:
         # "dummy" fetches the config and tokenizer alone.
         source = resolve(settings.model, "dummy", settings.revision, settings.cache_dir)
     if source.directory is None:
         raise AssertionError("resolve gives a directory")
-    return read_config(source.directory)
+    config = read_config(source.directory)
+    if source.kind == "directory" and not source.dummy:
+        check_weights(source.directory)
+    return config
 
 
 def _device_name(device: torch.device) -> str:

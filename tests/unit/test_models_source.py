@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from ktserve.models import gguf, packaged, source
-from ktserve.models.source import ModelNotFound, locate, resolve
+from ktserve.models.source import ModelNotFound, check_weights, locate, resolve
 
 
 def make_directory(path: Path, *, weights: bool = True) -> Path:
@@ -33,8 +33,9 @@ def test_a_directory(tmp_path: Path) -> None:
 def test_a_directory_without_weights_is_for_dummy_alone(tmp_path: Path) -> None:
     directory = make_directory(tmp_path / "my-model", weights=False)
     with pytest.raises(ModelNotFound, match=r"no \*\.safetensors.*dummy"):
-        resolve(str(directory), "auto")
+        check_weights(directory)
     assert resolve(str(directory), "dummy").dummy
+    check_weights(make_directory(tmp_path / "whole"))
 
 
 def test_a_directory_without_a_config(tmp_path: Path) -> None:
