@@ -48,6 +48,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
 
 
+class CacheOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one request uses the prefix cache.
+
+    Attributes:
+        insert: what it computes is kept for later ones of its namespace.
+        lookup: it starts from what is kept.
+        priority: 0 to 100, for the eviction policy of that name: what it uses goes later.
+    """
+
+    insert: bool = True
+    lookup: bool = True
+    priority: int = 0
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     """One prompt to complete once.
 
@@ -61,6 +75,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     namespace: Namespace
     prompt: bytes
     sampling: SamplingParams
+    cache: CacheOptions = CacheOptions()
 
     def __repr__(self) -> str:
         return f"Request(request_id={self.request_id}, prompt={len(self.prompt)} bytes, ...)"
@@ -72,7 +87,20 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
     request_id: int
 
 
-ToEngine = Request | Abort
+class PublicPrefix(msgspec.Struct, frozen=True, kw_only=True, tag="public_prefix"):
+    """A prefix that the operator made public; to be computed, kept, and read by ``tenants``.
+
+    Attributes:
+        name: another one of the same name takes its place.
+        prompt: token ids as bytes.
+    """
+
+    name: str
+    tenants: tuple[str, ...]
+    prompt: bytes
+
+
+ToEngine = Request | Abort | PublicPrefix
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -1,7 +1,22 @@
 """The prefix cache: a radix tree for each namespace over one pool of pages."""
 
-from ktserve.cache.forest import Lease, RadixForest
-from ktserve.cache.manager import BlockTable, CacheManager
+from ktserve.cache.forest import RadixForest
+from ktserve.cache.manager import CacheError, CacheManager, Pin
+from ktserve.cache.node import Lease
 from ktserve.cache.pool import PagePool
+from ktserve.cache.reasons import Reason
+from ktserve.cache.records import Record, Records
+from ktserve.cache.tables import BlockTable
 
-__all__ = ["BlockTable", "CacheManager", "Lease", "PagePool", "RadixForest"]
+__all__ = [
+    "BlockTable",
+    "CacheError",
+    "CacheManager",
+    "Lease",
+    "PagePool",
+    "Pin",
+    "RadixForest",
+    "Reason",
+    "Record",
+    "Records",
+]

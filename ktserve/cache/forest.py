@@ -5,185 +5,216 @@ offset into the request's one immutable buffer and makes one comparison a node. 
 node, and nothing here knows the page pool: pages come in with `extend` and go out with `evict`,
 `flush` and as the duplicates that `extend` reports.
 
-Eviction takes the least recently used page that no lease covers and on which no other page builds:
-the tail of the oldest free leaf. The order is a heap that is kept from call to call. An entry may
-be out of date, since a use only ever makes a node younger; it is put right when it comes to the
-top. So a use costs nothing, and a victim O(log leaves).
+Pages leave from the tails of leaves that no lease covers. Who gives up, and which of its leaves,
+`ktserve.cache.accounts` knows.
+
+Every change of shape is one statement that either happens or does not. Counts, locks and orders
+follow it and can be recounted from the shape and the leases (`ktserve.cache.repair`), so that an
+exception at any point loses nothing.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
-from ktserve.cache.pool import PageIds
+from ktserve.cache.accounts import Account, Accounts
+from ktserve.cache.ghosts import Ghosts
+from ktserve.cache.node import NO_CHILDREN, PAGE_ID_BYTES, Lease, Node, Tree
+from ktserve.cache.reasons import By, Reason
+from ktserve.cache.records import Kind, Records, Why
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tokens import TOKEN_BYTES
 
-_NO_PAGES: PageIds = np.empty(0, dtype=np.int64)
+SECOND = 1_000_000_000
+"""Ticks in a second."""
+
+EDGE_TOKENS = 8192
+"""The longest edge. It bounds what a split copies; a longer prompt is a chain of nodes."""
+
+SIBLINGS_COMPARED = 8
+"""Edges that an explanation looks at to say where within a page a prompt went another way."""
+
+# Plain numbers, since a member of an enumeration costs a lookup at each use.
+_OPENED, _CLOSED, _GRAFTED = int(Kind.OPENED), int(Kind.CLOSED), int(Kind.GRAFTED)
+_LEASED, _MOVED, _RELEASED = int(Kind.LEASED), int(Kind.MOVED), int(Kind.RELEASED)
+_SPLIT, _INSERTED = int(Kind.SPLIT), int(Kind.INSERTED)
+_LENGTHENED, _EVICTED = int(Kind.LENGTHENED), int(Kind.EVICTED)
+_LOOKUP, _OWN, _OTHER = int(Why.LOOKUP), int(Why.OWN), int(Why.OTHER)
 
 
-class Node:
-    """One edge of a tree and the point it leads to.
-
-    Attributes:
-        key: the edge's tokens, whole pages of them; empty at a root.
-        pages: where their keys and values are, one id a page.
-        children: by the first page of their keys.
-        locks: leases at this node or below it.
-        last_used: the tick of the last lease that reached it; never older than a child's.
-        queued: it has an entry in the eviction order.
-        gone: it was evicted or flushed.
-    """
-
-    __slots__ = (
-        "children",
-        "gone",
-        "key",
-        "last_used",
-        "locks",
-        "pages",
-        "parent",
-        "queued",
-        "tree",
-    )
-
-    def __init__(
-        self, tree: Tree, key: bytes, pages: PageIds, parent: Node | None, last_used: int
-    ) -> None:
-        self.tree = tree
-        self.key = key
-        self.pages = pages
-        self.parent = parent
-        self.children: dict[bytes, Node] = {}
-        self.locks = 0
-        self.last_used = last_used
-        self.queued = False
-        self.gone = False
-
-
-class Tree:
-    """The prefixes of one namespace.
+class Behind(NamedTuple):
+    """A public prefix that a request's own tokens follow.
 
     Attributes:
-        resident: pages in the tree.
-        locked: those of them that a lease covers.
-        leases: leases on the tree, those that cover nothing among them.
+        public: its id.
+        pages: its length.
     """
 
-    __slots__ = ("leases", "locked", "namespace", "resident", "root")
-
-    def __init__(self, namespace: Namespace) -> None:
-        self.namespace = namespace
-        self.root = Node(self, b"", _NO_PAGES, None, 0)
-        self.resident = 0
-        self.locked = 0
-        self.leases = 0
-
-    def nodes(self) -> Iterator[Node]:
-        """Every node but the root, parents first; changes nothing."""
-        stack = list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+    public: int
+    pages: int
 
 
-class Lease:
-    """A right to read the pages of a prefix: while it is held, none of them can be evicted.
+class Place(NamedTuple):
+    """Where a walk ended.
 
     Attributes:
-        node: where the prefix ends.
-        length: pages that it covers.
-        held: it was not released yet.
+        node: the last node that was matched whole.
+        at: the byte of the prompt where it ends.
+        child: the node after it that was matched in part, if any.
+        common: how many of its bytes, whole tokens.
     """
 
-    __slots__ = ("held", "length", "node")
-
-    def __init__(self, node: Node, length: int) -> None:
-        self.node = node
-        self.length = length
-        self.held = True
+    node: Node
+    at: int
+    child: Node | None
+    common: int
 
 
 class RadixForest:
-    """All trees, and the order in which their pages are given up.
+    """All trees.
 
-    Attributes:
+    Args:
         page_size: tokens a page.
-        resident: pages in all trees.
-        locked: those of them that leases cover; the others can be evicted.
-        evicted: pages evicted so far.
+        accounts: what each tenant holds.
+        records: where changes are told; None tells nobody.
+        clock: nanoseconds that never go back.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        accounts: Accounts,
+        *,
+        records: Records | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size is {page_size}; it must be at least 1 token")
         self.page_size = page_size
-        self.resident = 0
-        self.locked = 0
-        self.evicted = 0
+        self.accounts = accounts
+        self.ghosts = Ghosts()
+        self._emit = None if records is None else records.emit
+        self._clock = clock
         self._page_bytes = page_size * TOKEN_BYTES
+        self._edge_bytes = max(1, EDGE_TOKENS // page_size) * self._page_bytes
         self._trees: dict[Namespace, Tree] = {}
-        self._order: list[tuple[int, int, Node]] = []
-        self._ticks = 0
-        self._pushes = 0
-
-    @property
-    def evictable(self) -> int:
-        """Pages that `evict` could return now."""
-        return self.resident - self.locked
+        self._tick = 0
+        self._last_node = 0
+        self._last_tree = 0
+        self._due: list[tuple[int, int, Tree]] = []
 
     def trees(self) -> Iterator[Tree]:
         """Every tree that holds a page or a lease."""
         return iter(self._trees.values())
 
-    def peek(self, namespace: Namespace, tokens: bytes, max_pages: int) -> tuple[int, int]:
+    def tree(self, namespace: Namespace) -> Tree | None:
+        """The tree of ``namespace``, where there is one."""
+        return self._trees.get(namespace)
+
+    def now(self) -> int:
+        """A tick that no operation had before."""
+        tick = self._clock()
+        if tick <= self._tick:
+            tick = self._tick + 1
+        self._tick = tick
+        return tick
+
+    # Reading.
+
+    def peek(
+        self, namespace: Namespace, tokens: bytes, max_pages: int, behind: Behind | None = None
+    ) -> tuple[int, int]:
         """How much of ``tokens`` is cached, and how much of that no lease covers yet.
 
         Changes nothing, neither a node nor an age.
 
         Returns:
-            pages, at most ``max_pages``; and those of them that a lease would newly lock. The
-            second counts whole nodes: at most one partly matched node makes it too high.
+            pages, at most ``max_pages``, those of a public prefix among them; and those of the
+            tree's own that a lease would newly lock.
         """
         tree = self._trees.get(namespace)
-        if tree is None:
-            return 0, 0
-        node, at, child, partial = self._walk(tree.root, 0, tokens, max_pages)
-        free = len(child.pages) if child is not None and child.locks == 0 else 0
+        root = None if tree is None else _root(tree, behind)
+        begin = 0 if behind is None else behind.pages
+        if root is None:
+            return begin, 0
+        node, at, child, common = self._walk(root, begin * self._page_bytes, tokens, max_pages)
+        free = common // self._page_bytes if child is not None and child.locks == 0 else 0
         above: Node | None = node
         # Locks only grow towards the root, so the unlocked part of a path is its lower end.
         while above is not None and above.locks == 0:
-            free += len(above.pages)
+            free += above.size
             above = above.parent
-        return at // self._page_bytes + partial, free
+        return (at + common) // self._page_bytes, free
+
+    # Leases.
 
     def match(
-        self, namespace: Namespace, tokens: bytes, max_pages: int
-    ) -> tuple[Lease, list[PageIds]]:
+        self,
+        namespace: Namespace,
+        tokens: bytes,
+        max_pages: int,
+        *,
+        request: int = 0,
+        why: int = _LOOKUP,
+        priority: int = 0,
+        behind: Behind | None = None,
+    ) -> tuple[Lease, list[bytearray], Reason]:
         """Lease the longest cached prefix of ``tokens``, at most ``max_pages`` long.
 
-        Returns:
-            the lease, and its pages in order, as the arrays of its nodes; they are the forest's
-            own, to be read and not kept.
-        """
-        tree = self._trees.get(namespace)
-        if tree is None:
-            tree = self._trees[namespace] = Tree(namespace)
-        node, at, child, partial = self._walk(tree.root, 0, tokens, max_pages)
-        if child is not None:
-            node = self._split(child, partial)
-        lease = Lease(node, at // self._page_bytes + partial)
-        tree.leases += 1
-        pages: list[PageIds] = []
-        self._lock(node, pages)
-        pages.reverse()
-        return lease, pages
+        Args:
+            request: for whom, for records.
+            why: LOOKUP, RESUMED or PINNED.
+            priority: the nodes of the prefix get it, where theirs is lower.
+            behind: a public prefix with which ``tokens`` begin, and whose pages are leased apart.
 
-    def extend(self, lease: Lease, tokens: bytes, pages: PageIds) -> list[tuple[int, PageIds]]:
+        Returns:
+            the lease; the pages of the tree's own part of it in order, packed, as its nodes hold
+            them, to be read and not kept; and why it is not longer.
+        """
+        tick = self.now()
+        tree = self._trees.get(namespace) or self._open(namespace, tick)
+        root = _root(tree, behind) or self._graft(tree, behind, tick)
+        begin = 0 if behind is None else behind.pages * self._page_bytes
+        place = self._walk(root, begin, tokens, max_pages)
+        reason = self._explain(place, tokens, max_pages, tick)
+        node, at, child, common = place
+        if child is not None:
+            node = self._split(child, common // self._page_bytes, tick)
+        lease = Lease(node, (at + common) // self._page_bytes, request)
+        pages: list[bytearray] = []
+        tree.leases += 1
+        self._lock(node, tick, pages, hit=why == _LOOKUP)
+        if priority:
+            _raise_priority(node, priority)
+        pages.reverse()
+        if self._emit is not None:
+            self._emit(
+                _LEASED, node.id, 0, tree.index, lease.length * self.page_size, why, request, tick
+            )
+        return lease, pages, reason
+
+    def share(self, node: Node, length: int, request: int) -> Lease:
+        """A lease on the prefix of ``length`` pages that ends at ``node``, which is leased."""
+        tick = self.now()
+        lease = Lease(node, length, request)
+        tree = node.tree
+        tree.leases += 1
+        self._lock(node, tick, None, hit=True)
+        if self._emit is not None:
+            self._emit(
+                _LEASED, node.id, 0, tree.index, length * self.page_size, _LOOKUP, request, tick
+            )
+        return lease
+
+    def extend(
+        self, lease: Lease, tokens: bytes, pages: bytes, priority: int = 0
+    ) -> list[tuple[int, bytes]]:
         """Add what follows the leased prefix; the lease then covers all of it.
 
         Where the tree has the same tokens already, its own pages stay and the caller's are not
@@ -193,34 +224,43 @@ class RadixForest:
             lease: a held lease.
             tokens: the whole sequence from its first token, whole pages; it starts with the leased
                 prefix.
-            pages: the page of each, from the first.
+            pages: those that follow the leased prefix, packed.
+            priority: of the request.
 
         Returns:
             what was there already, as (position in pages, the forest's pages from there on): the
             caller keeps its own pages at those positions, to give them back, and must read the
             forest's from now on. All other pages beyond the lease belong to the forest.
         """
-        start = lease.node
+        tick = self.now()
+        start, length = lease.node, lease.length
+        tree = start.tree
         end = len(tokens) // self._page_bytes
-        node, at, child, partial = self._walk(start, lease.length * self._page_bytes, tokens, end)
+        node, at, child, common = self._walk(start, length * self._page_bytes, tokens, end)
         if child is not None:
-            node = self._split(child, partial)
-        matched = at // self._page_bytes + partial
-        present: list[tuple[int, PageIds]] = []
+            node = self._split(child, common // self._page_bytes, tick)
+            at += node.size * self._page_bytes
+        matched = at // self._page_bytes
+        present: list[tuple[int, bytes]] = []
         position, above = matched, node
         while above is not start:
             assert above.parent is not None
-            position -= len(above.pages)
-            present.append((position, above.pages.copy()))
+            position -= above.size
+            present.append((position, bytes(above.pages)))
             above = above.parent
         present.reverse()
         if matched < end:
-            node = self._grow(node, start, tokens[matched * self._page_bytes :], pages[matched:end])
+            new = pages[(matched - length) * PAGE_ID_BYTES :]
+            node = self._grow(lease, node, tokens, at, new, tick)
+        else:
+            lease.node, lease.length = node, end
         # Lock the new end before letting go of the old: a page between them is never free.
-        self._lock(node, None)
+        self._lock(node, tick, None, hit=False)
         self._unlock(start)
-        lease.node = node
-        lease.length = end
+        if priority:
+            _raise_priority(node, priority)
+        if self._emit is not None:
+            self._emit(_MOVED, node.id, start.id, tree.index, 0, 0, lease.request, tick)
         return present
 
     def release(self, lease: Lease) -> None:
@@ -231,79 +271,146 @@ class RadixForest:
         if not lease.held:
             return
         lease.held = False
+        tick = self.now()
         node = lease.node
         tree = node.tree
         tree.leases -= 1
-        self._ticks += 1
+        tree.last_used = tick
         step: Node | None = node
         while step is not None:
-            step.last_used = self._ticks
+            step.last_used = tick
             step = step.parent
         self._unlock(node)
-        self._drop_if_empty(tree)
+        if self._emit is not None:
+            self._emit(_RELEASED, node.id, 0, tree.index, 0, 0, lease.request, tick)
+        self._drop_if_empty(tree, tick)
 
-    def evict(self, count: int) -> PageIds:
-        """Give up the ``count`` least recently used pages that no lease covers, or all such.
+    # Giving up pages. What is returned belongs to the caller.
+
+    def evict(
+        self, count: int, taker: Account, *, own: int = 0, cause: Tree | None = None
+    ) -> bytes:
+        """Give up ``count`` pages for a request of ``taker``, or all that no lease or floor covers.
+
+        Args:
+            own: how many of them must come from ``taker`` itself, because of its cap.
+            cause: the tree whose request it is.
 
         Returns:
-            the pages, which belong to the caller now.
+            page ids, packed.
         """
-        victims: list[PageIds] = []
+        tick = self.now()
+        victims: list[bytes] = []
         missing = count
-        while missing > 0 and self._order:
-            tick, _, node = self._order[0]
-            if node.gone or node.locks or node.children:
-                heapq.heappop(self._order)
-                node.queued = False  # queued again when it becomes a free leaf again
-                continue
-            if tick != node.last_used:
-                self._pushes += 1
-                heapq.heapreplace(self._order, (node.last_used, self._pushes, node))
-                continue
-            kept = max(0, len(node.pages) - missing)
-            victims.append(node.pages[kept:].copy())
-            missing -= len(node.pages) - kept
-            if kept:
-                node.key = node.key[: kept * self._page_bytes]
-                node.pages = node.pages[:kept].copy()
-                self._count(node.tree, -len(victims[-1]))
+        while missing > 0:
+            if own > 0:
+                giver, most = taker, min(own, taker.evictable)
             else:
-                heapq.heappop(self._order)
-                self._remove(node)
-        taken = np.concatenate(victims) if victims else _NO_PAGES
-        self.evicted += len(taken)
-        return taken
+                chosen = self.accounts.giver(taker, tick)
+                if chosen is None:
+                    break
+                giver, most = chosen
+            node = giver.first() if most > 0 else None
+            if node is None:
+                break
+            taken = self._take_tail(
+                node, min(missing, most, node.size), _OWN if giver is taker else _OTHER, tick
+            )
+            pages = len(taken) // PAGE_ID_BYTES
+            victims.append(taken)
+            giver.evicted_by[taker.tenant] += pages
+            missing -= pages
+            own -= pages
+        given = count - missing
+        self.accounts.evicted += given
+        taker.caused += given
+        if cause is not None:
+            cause.caused += given
+        return b"".join(victims)
 
-    def flush(self, namespace: Namespace | None = None) -> PageIds:
-        """Give up every page that no lease covers, of one namespace or (None) of all.
+    def shrink(self, account: Account, why: int, *, pages: int = 0, nodes: int = 0) -> bytes:
+        """Give up at least so many pages and nodes of ``account``, by its policy; page ids."""
+        tick = self.now()
+        victims: list[bytes] = []
+        while pages > 0 or nodes > 0:
+            node = account.first()
+            if node is None:
+                break
+            # Nodes go whole: what is too much of them are not the pages.
+            take = node.size if nodes > 0 else min(node.size, pages)
+            nodes -= take == node.size
+            pages -= take
+            victims.append(self._take_tail(node, take, why, tick))
+            account.evicted_by[""] += take
+        return b"".join(victims)
 
-        Returns:
-            the pages, which belong to the caller now.
-        """
-        trees = list(self._trees.values())
-        if namespace is not None:
-            trees = [tree for tree in trees if tree.namespace == namespace]
-        victims: list[PageIds] = []
-        for tree in trees:
-            for node in reversed(list(tree.nodes())):  # children before parents
+    def flush(self, trees: Iterable[Tree], why: int) -> bytes:
+        """Give up every page of ``trees`` that no lease covers; page ids."""
+        tick = self.now()
+        victims: list[bytes] = []
+        for tree in list(trees):
+            for node in reversed(list(tree.walk())):  # children before parents
                 if node.locks == 0:
-                    victims.append(node.pages)
-                    self._remove(node)
-        self._order = [entry for entry in self._order if not entry[2].gone]
-        heapq.heapify(self._order)
-        return np.concatenate(victims) if victims else _NO_PAGES
+                    tree.account.evicted_by[""] += node.size
+                    victims.append(self._take_tail(node, node.size, why, tick))
+            self._drop_if_empty(tree, tick)
+        return b"".join(victims)
 
-    # The walk and the four changes of shape.
+    def emptiest(self, account: Account, count: int) -> list[Tree]:
+        """Up to ``count`` unused namespaces of ``account``, the emptiest and then oldest first."""
+        idle = [tree for tree in account.trees.values() if not tree.leases]
+        return heapq.nsmallest(count, idle, key=lambda tree: (tree.resident, tree.last_used))
 
-    def _walk(
-        self, node: Node, at: int, tokens: bytes, max_pages: int
-    ) -> tuple[Node, int, Node | None, int]:
-        """Follow ``tokens`` from byte ``at`` below ``node``, to page ``max_pages`` at most.
+    def drop_empty(self) -> None:
+        """Drop every tree without a page or a lease."""
+        tick = self.now()
+        for tree in list(self._trees.values()):
+            self._drop_if_empty(tree, tick)
 
-        Returns:
-            the last node matched whole; the byte where it ends; the child matched in part, if any;
-            how many of its pages.
-        """
+    # Times to live.
+
+    def watch_expiry(self, tree: Tree) -> None:
+        """Have `expired` look at ``tree`` when its tenant's time to live could have passed."""
+        ttl = tree.account.quota.cache_ttl
+        if ttl is None:
+            return
+        if len(self._due) > 2 * len(self._trees) + 64:
+            self.watch_expiries()  # most are of trees that are gone
+        else:
+            heapq.heappush(self._due, (tree.last_used + int(ttl * SECOND), tree.index, tree))
+
+    def watch_expiries(self) -> None:
+        """`watch_expiry` for every tree, and for no other."""
+        self._due = []
+        for tree in self._trees.values():
+            self.watch_expiry(tree)
+
+    def expired(self) -> list[Tree]:
+        """The namespaces that lay unused for longer than their tenant's ``cache_ttl``."""
+        found: dict[int, Tree] = {}
+        now = max(self._clock(), self._tick)
+        while self._due and self._due[0][0] <= now:
+            tree = heapq.heappop(self._due)[2]
+            ttl = tree.account.quota.cache_ttl
+            if ttl is None or self._trees.get(tree.namespace) is not tree:
+                continue
+            since = now if tree.leases else tree.last_used
+            due = since + int(ttl * SECOND)
+            if due <= now:
+                found[tree.index] = tree
+            else:
+                heapq.heappush(self._due, (due, tree.index, tree))
+        return list(found.values())
+
+    @property
+    def next_expiry(self) -> int | None:
+        """Nanoseconds until `expired` can have something to say; None: it never will."""
+        return max(0, self._due[0][0] - self._clock()) if self._due else None
+
+    # The walk and the changes of shape.
+
+    def _walk(self, node: Node, at: int, tokens: bytes, max_pages: int) -> Place:
+        """Follow ``tokens`` from byte ``at`` below ``node``, to page ``max_pages`` at most."""
         page_bytes = self._page_bytes
         limit = min(len(tokens) // page_bytes, max_pages) * page_bytes
         while at < limit:
@@ -314,102 +421,262 @@ class RadixForest:
             end = at + len(key)
             if end > limit or not tokens.startswith(key, at):
                 common = common_prefix(tokens, at, key, 0, min(limit - at, len(key)))
-                return node, at, child, common // page_bytes
+                return Place(node, at, child, common)
             node, at = child, end
-        return node, at, None, 0
+        return Place(node, at, None, 0)
 
-    def _split(self, node: Node, pages: int) -> Node:
+    def _split(self, node: Node, pages: int, tick: int) -> Node:
         """Cut ``node`` after ``pages`` pages; returns the new upper part.
 
         The lower part keeps its identity, since leases and the eviction order refer to ends.
         """
-        parent = node.parent
+        parent, tree, key, ids = node.parent, node.tree, node.key, node.pages
         assert parent is not None
-        cut = pages * self._page_bytes
-        upper = Node(node.tree, node.key[:cut], node.pages[:pages].copy(), parent, node.last_used)
+        byte, id_byte = pages * self._page_bytes, pages * PAGE_ID_BYTES
+        self._last_node += 1
+        upper = Node(tree, self._last_node, key[:byte], ids[:id_byte], parent, node.created)
+        upper.last_used, upper.hits, upper.priority = node.last_used, node.hits, node.priority
         upper.locks = node.locks
-        lower_key, lower_pages = node.key[cut:], node.pages[pages:].copy()
-        upper.children[lower_key[: self._page_bytes]] = node
-        parent.children[upper.key[: self._page_bytes]] = upper
-        node.key, node.pages, node.parent = lower_key, lower_pages, upper
+        lower, lower_ids = key[byte:], ids[id_byte:]
+        upper.children = {bytes(lower[: self._page_bytes]): node}
+        first = bytes(key[: self._page_bytes])
+        place = parent.mutable_children()
+        node.key, node.pages, node.parent, place[first] = lower, lower_ids, upper, upper
+        tree.nodes += 1
+        tree.account.nodes += 1
+        if self._emit is not None:
+            size = pages * self.page_size
+            self._emit(_SPLIT, upper.id, node.id, tree.index, size, 0, 0, tick)
         return upper
 
-    def _grow(self, node: Node, start: Node, key: bytes, pages: PageIds) -> Node:
-        """Put new tokens below ``node``; returns where they end.
+    def _grow(
+        self, lease: Lease, node: Node, tokens: bytes, at: int, pages: bytes, tick: int
+    ) -> Node:
+        """Put ``tokens`` from byte ``at`` on below ``node`` and move the lease's end there.
 
-        A growing conversation lengthens its own leaf. That is right only while the leaf's end is
-        nobody else's: no child, and no lease but the one at ``start`` that is being extended.
+        A growing conversation lengthens its own leaf, as far as an edge may go. That is right only
+        while the leaf's end is nobody else's: no child, and no lease but the one that is extended.
+
+        Returns:
+            the node where they end.
         """
-        own = 1 if node is start else 0
-        if node.parent is not None and not node.children and node.locks == own:
-            node.key += key
-            node.pages = np.concatenate((node.pages, pages))
-            if node.locks:
-                self._count_locked(node.tree, len(pages))
-        else:
-            child = Node(node.tree, key, pages.copy(), node, self._ticks)
-            node.children[key[: self._page_bytes]] = child
-            node = child
-        self._count(node.tree, len(pages))
-        return node
+        own = 1 if node is lease.node else 0
+        room = (self._edge_bytes - len(node.key)) // self._page_bytes * PAGE_ID_BYTES
+        if node.parent is not None and not node.children and node.locks == own and room > 0:
+            self._lengthen(lease, node, tokens, at, pages[:room], tick)
+            pages = pages[room:]
+            at = lease.length * self._page_bytes
+        return self._append(lease, node, tokens, at, pages, tick) if pages else node
 
-    def _remove(self, node: Node) -> None:
-        """Take a free leaf out of its tree."""
+    def _lengthen(
+        self, lease: Lease, node: Node, tokens: bytes, at: int, pages: bytes, tick: int
+    ) -> None:
         tree = node.tree
+        count = len(pages) // PAGE_ID_BYTES
+        end = at + count * self._page_bytes
+        # The pages last: until they are there, a repair cuts the key and the lease.
+        node.key += tokens[at:end]
+        lease.node, lease.length = node, end // self._page_bytes
+        node.pages += pages
+        locked = count if node.locks else 0
+        tree.resident += count
+        tree.locked += locked
+        self.accounts.change(tree.account, count, locked)
+        if self._emit is not None:
+            size = count * self.page_size
+            self._emit(_LENGTHENED, node.id, 0, tree.index, size, 0, lease.request, tick)
+
+    def _append(
+        self, lease: Lease, node: Node, tokens: bytes, at: int, pages: bytes, tick: int
+    ) -> Node:
+        """New nodes below ``node``, one below the other where an edge would be too long."""
+        tree = node.tree
+        count = len(pages) // PAGE_ID_BYTES
+        step = self._edge_bytes // self._page_bytes * PAGE_ID_BYTES
+        above = node
+        chain: list[Node] = []
+        place = node.mutable_children()
+        first = tokens[at : at + self._page_bytes]
+        for begin in range(0, len(pages), step):
+            ids = bytearray(pages[begin : begin + step])
+            end = at + len(ids) // PAGE_ID_BYTES * self._page_bytes
+            self._last_node += 1
+            child = Node(tree, self._last_node, bytearray(tokens[at:end]), ids, above, tick)
+            if above is not node:
+                above.children = {tokens[at : at + self._page_bytes]: child}
+            chain.append(child)
+            above, at = child, end
+        top, last = chain[0], chain[-1]
+        place[first], lease.node, lease.length = top, last, at // self._page_bytes
+        tree.nodes += len(chain)
+        tree.account.nodes += len(chain)
+        tree.resident += count
+        self.accounts.change(tree.account, count)
+        if self._emit is not None:
+            for child in chain:
+                assert child.parent is not None
+                size = child.size * self.page_size
+                parent = child.parent.id
+                self._emit(_INSERTED, child.id, parent, tree.index, size, 0, lease.request, tick)
+        return last
+
+    def _take_tail(self, node: Node, pages: int, why: int, tick: int) -> bytes:
+        """Take the last ``pages`` pages of a free leaf, and the leaf if none are left."""
+        tree = node.tree
+        account = tree.account
         parent = node.parent
         assert parent is not None
-        del parent.children[node.key[: self._page_bytes]]
-        node.gone = True
-        self._count(tree, -len(node.pages))
-        self._queue_if_free(parent)
-        self._drop_if_empty(tree)
+        page_bytes = self._page_bytes
+        kept = node.size - pages
+        taken = bytes(node.pages[kept * PAGE_ID_BYTES :])
+        first_gone = bytes(node.key[kept * page_bytes : (kept + 1) * page_bytes])
+        if kept:
+            # In this order: a longer key than pages is what a repair cuts.
+            del node.pages[kept * PAGE_ID_BYTES :]
+            del node.key[kept * page_bytes :]
+        else:
+            siblings = parent.mutable_children()
+            del siblings[first_gone]
+            if not siblings:
+                parent.children = NO_CHILDREN
+            node.gone = True
+            tree.nodes -= 1
+            account.nodes -= 1
+            account.forget(node)
+            account.queue(parent)
+        tree.resident -= pages
+        tree.evicted += pages
+        account.evicted += pages
+        self.accounts.change(account, -pages)
+        self.ghosts.add(node if kept else parent, first_gone, tick, why)
+        if self._emit is not None:
+            size = pages * self.page_size
+            self._emit(_EVICTED, node.id, parent.id, tree.index, size, why, 0, tick)
+        if not kept:
+            self._drop_if_empty(tree, tick)
+        return taken
 
-    # Locks, counts and the eviction order.
+    def _open(self, namespace: Namespace, tick: int) -> Tree:
+        self._last_tree += 1
+        self._last_node += 1
+        account = self.accounts.of(namespace.tenant)
+        tree = Tree(namespace, account, self._last_tree, self._last_node, tick)
+        self._trees[namespace] = account.trees[namespace] = tree
+        self.watch_expiry(tree)
+        if self._emit is not None:
+            self._emit(_OPENED, tree.root.id, 0, tree.index, account.index, 0, 0, tick)
+        return tree
 
-    def _lock(self, node: Node, pages: list[PageIds] | None) -> None:
+    def _graft(self, tree: Tree, behind: Behind | None, tick: int) -> Node:
+        assert behind is not None
+        self._last_node += 1
+        root = Node(tree, self._last_node, bytearray(), bytearray(), None, tick)
+        tree.grafts[behind.public] = root
+        if self._emit is not None:
+            self._emit(_GRAFTED, root.id, tree.root.id, tree.index, behind.public, 0, 0, tick)
+        return root
+
+    def _drop_if_empty(self, tree: Tree, tick: int) -> None:
+        if tree.leases or tree.resident or self._trees.get(tree.namespace) is not tree:
+            return
+        del self._trees[tree.namespace]
+        tree.account.trees.pop(tree.namespace, None)
+        if self._emit is not None:
+            self._emit(_CLOSED, 0, 0, tree.index, 0, 0, 0, tick)
+
+    # Locks.
+
+    def _lock(self, node: Node, tick: int, pages: list[bytearray] | None, *, hit: bool) -> None:
         """Lock and touch the path from ``node`` to the root; collect its pages, bottom first."""
-        self._ticks += 1
+        tree = node.tree
+        tree.last_used = tick
+        newly = 0
         step: Node | None = node
         while step is not None:
             if step.locks == 0:
-                self._count_locked(step.tree, len(step.pages))
+                newly += len(step.pages)
             step.locks += 1
-            step.last_used = self._ticks
+            step.last_used = tick
+            if hit:
+                step.hits += 1
             if pages is not None:
                 pages.append(step.pages)
             step = step.parent
+        if newly:
+            newly //= PAGE_ID_BYTES
+            tree.locked += newly
+            self.accounts.change(tree.account, 0, newly)
 
     def _unlock(self, node: Node) -> None:
+        freed = 0
         step: Node | None = node
         while step is not None:
             step.locks -= 1
             if step.locks == 0:
-                self._count_locked(step.tree, -len(step.pages))
+                freed += len(step.pages)
             step = step.parent
-        self._queue_if_free(node)
+        tree = node.tree
+        if freed:
+            freed //= PAGE_ID_BYTES
+            tree.locked -= freed
+            self.accounts.change(tree.account, 0, -freed)
+        tree.account.queue(node)
 
-    def _queue_if_free(self, node: Node) -> None:
-        if node.locks or node.children or node.parent is None or node.queued:
-            return
-        node.queued = True
-        self._pushes += 1
-        heapq.heappush(self._order, (node.last_used, self._pushes, node))
+    def _explain(self, place: Place, tokens: bytes, max_pages: int, tick: int) -> Reason:
+        """Why a lookup ended at ``place``."""
+        node, at, child, common = place
+        page_bytes = self._page_bytes
+        found = (at + common) // page_bytes * self.page_size
+        end = at + common
+        if end < min(len(tokens) // page_bytes, max_pages) * page_bytes:
+            if child is not None:
+                return Reason(kind="diverged", tokens=found, at=end // TOKEN_BYTES)
+            page = tokens[at : at + page_bytes]
+            ghost = self.ghosts.find(node, page)
+            if ghost is not None:
+                return Reason(
+                    kind="evicted",
+                    tokens=found,
+                    at=found,
+                    seconds=(tick - ghost.tick) / SECOND,
+                    by=_by(ghost.why),
+                )
+            if node.children:
+                end += _shared_start(node, page)
+                if end:
+                    return Reason(kind="diverged", tokens=found, at=end // TOKEN_BYTES)
+        return Reason(kind="hit", tokens=found) if found else Reason(kind="cold")
 
-    def _count(self, tree: Tree, pages: int) -> None:
-        tree.resident += pages
-        self.resident += pages
 
-    def _count_locked(self, tree: Tree, pages: int) -> None:
-        tree.locked += pages
-        self.locked += pages
+def _root(tree: Tree, behind: Behind | None) -> Node | None:
+    return tree.root if behind is None else tree.grafts.get(behind.public)
 
-    def _drop_if_empty(self, tree: Tree) -> None:
-        if not tree.leases and not tree.root.children:
-            self._trees.pop(tree.namespace, None)
+
+def _raise_priority(node: Node, priority: int) -> None:
+    step: Node | None = node
+    while step is not None:
+        step.priority = max(step.priority, priority)
+        step = step.parent
+
+
+def _shared_start(node: Node, page: bytes) -> int:
+    """How many bytes of ``page``, whole tokens, begin an edge below ``node`` as well.
+
+    Looks at a few edges only: this is for an explanation.
+    """
+    best = 0
+    for child in itertools.islice(node.children.values(), SIBLINGS_COMPARED):
+        if child.key.startswith(page[:TOKEN_BYTES]):
+            best = max(best, common_prefix(page, 0, child.key, 0, len(page)))
+    return best
+
+
+def _by(why: int) -> By:
+    return "own" if why == _OWN else "other" if why == _OTHER else "system"
 
 
 def common_prefix(
-    left: bytes | bytearray, left_at: int, right: bytes, right_at: int, limit: int
+    left: bytes | bytearray, left_at: int, right: bytes | bytearray, right_at: int, limit: int
 ) -> int:
     """Equal bytes from the two places on, whole tokens, at most ``limit`` (whole tokens too)."""
     count = limit // TOKEN_BYTES

@@ -7,111 +7,285 @@ Every page is in exactly one of four states::
     evictable  in the forest, under none
     private    held by one running sequence, not (yet) in the forest
 
-and ``free + locked + evictable + private == total`` after every call.
+and ``free + locked + evictable + private == total`` after every call, also one that raised.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from ktserve.cache.forest import Lease, RadixForest
-from ktserve.cache.pool import PageIds, PagePool
+from ktserve.cache.accounts import Account, Accounts, Room
+from ktserve.cache.forest import Behind, RadixForest
+from ktserve.cache.node import PAGE_ID_BYTES, Lease, Tree, path_pages
+from ktserve.cache.policies import EvictionPolicy
+from ktserve.cache.pool import PagePool
+from ktserve.cache.public import PublicPrefix
+from ktserve.cache.reasons import Reason
+from ktserve.cache.records import Kind, Records, Why
+from ktserve.cache.repair import repair
+from ktserve.cache.tables import BlockTable
 from ktserve.tenancy.namespace import Namespace
+from ktserve.tenancy.shares import CacheSharing
+from ktserve.tenancy.tenant import Quota
 from ktserve.tokens import TOKEN_BYTES
 
+log = logging.getLogger("ktserve.cache")
 
-class BlockTable:
-    """The pages of one running sequence: a leased prefix, then pages of its own.
+_CROWD_PART = 16
+"""At the limit of namespaces this part of them goes at once, so that the search for the emptiest
+is spread over as many openings."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class CacheError(ValueError):
+    """An operator's change that cannot be made; the message says why and what to do."""
+
+
+class Pin(NamedTuple):
+    """A prefix that an operator keeps from eviction.
 
     Attributes:
-        namespace: whose tree the prefix is leased from and the rest goes to.
-        cached_tokens: tokens whose keys and values came from the cache when it was opened.
-        pages: page ids in order, int64; the first `length` of them are valid.
-        length: pages held, leased and private.
-        lease: over the first ``lease.length`` of them.
+        pages: how long it is.
     """
 
-    __slots__ = ("cached_tokens", "lease", "length", "namespace", "pages")
+    id: int
+    lease: Lease
+    pages: int
 
-    def __init__(self, namespace: Namespace, lease: Lease, pages: PageIds, page_size: int) -> None:
-        self.namespace = namespace
-        self.lease = lease
-        self.length = lease.length
-        self.pages = pages
-        self.cached_tokens = lease.length * page_size
 
-    @property
-    def private(self) -> int:
-        """Pages that are this sequence's alone."""
-        return self.length - self.lease.length
+def _recovering(
+    operation: Callable[Concatenate[CacheManager, P], R],
+) -> Callable[Concatenate[CacheManager, P], R]:
+    """An exception at any point of ``operation`` leaves the books right."""
+
+    @functools.wraps(operation)
+    def guarded(self: CacheManager, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return operation(self, *args, **kwargs)
+        except BaseException:
+            self.repair()
+            raise
+
+    return guarded
 
 
 class CacheManager:
     """Opens, grows and closes block tables, evicting where the free list does not suffice.
 
+    Args:
+        enabled: whether anything is kept and found; otherwise every prompt is computed in full.
+        sharing: how tenants share the pool.
+        policy: the order in which a tenant's own pages go.
+        quotas: of the tenants; one that is not here keeps nothing from the others.
+        max_namespaces: of one tenant; beyond, the emptiest and oldest go.
+        max_nodes: of one tenant's trees together; beyond, leaves go by the policy. None: as many
+            as there are pages.
+        pin_budget: the most of the pool, as a share, that pins and public prefixes take.
+        reserve_public: keep that much of the pool for public prefixes. Without it there are none.
+        records: where changes are told.
+        clock: nanoseconds that never go back.
+
     Attributes:
         pool: the free list.
         forest: what is cached.
-        private: pages held by running sequences alone, by tenant.
-        enabled: whether anything is kept and found; otherwise every prompt is computed in full.
+        accounts: what each tenant holds and may hold.
+        tables: the open ones.
+        repairs: times that the books were recounted after an error.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        *,
+        enabled: bool = True,
+        sharing: CacheSharing = "floors",
+        policy: EvictionPolicy = "lru",
+        quotas: Mapping[str, Quota] | None = None,
+        max_namespaces: int = 10_000,
+        max_nodes: int | None = None,
+        pin_budget: float = 0.1,
+        reserve_public: bool = False,
+        records: Records | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self.pool = pool
         self.page_size = page_size
-        self.forest = RadixForest(page_size)
-        self.private: Counter[str] = Counter()
         self.enabled = enabled
+        self._pinnable = int(pool.total * pin_budget)
+        self.accounts = Accounts(
+            pool.total,
+            sharing=sharing,
+            policy=policy,
+            quotas=quotas or {},
+            reserved=self._pinnable if reserve_public else 0,
+        )
+        self.forest = RadixForest(page_size, self.accounts, records=records, clock=clock)
+        self.tables: set[BlockTable] = set()
+        self.repairs = 0
+        self._records = records
+        self._max_namespaces = max_namespaces
+        self._max_nodes = pool.total if max_nodes is None else max_nodes
+        self._public_allowed = reserve_public
+        self._public: dict[str, PublicPrefix] = {}
+        self._pins: dict[int, Pin] = {}
+        self._last_id = 0
+        self._checks = 0
+
+    # What there is.
 
     @property
     def available(self) -> int:
-        """Pages that could be handed out now: free ones and evictable ones."""
-        return self.pool.free + self.forest.evictable
+        """Pages that no running sequence, pin or public prefix holds: free and evictable ones."""
+        return self.pool.free + self.accounts.evictable
 
     @property
     def used(self) -> int:
-        """Pages that running sequences keep from being handed out."""
+        """Pages that are kept from being handed out."""
         return self.pool.total - self.available
 
     def pages_for(self, tokens: int) -> int:
         """Pages that ``tokens`` tokens take."""
         return -(-tokens // self.page_size)
 
+    @property
+    def partitioned(self) -> bool:
+        """Whether no tenant's pages can ever come to another."""
+        return self.accounts.sharing == "partitioned"
+
+    def rooms(self, tenant: str) -> Room:
+        """Pages that a sequence of ``tenant`` could get now."""
+        return self.accounts.rooms(self.accounts.of(tenant))
+
+    def may_take(self, taker: str, giver: str) -> bool:
+        """Whether a page that ``giver``'s sequence lets go of can come to one of ``taker``."""
+        return self.accounts.may_take(self.accounts.of(taker), self.accounts.of(giver))
+
+    def capacity(self, tenant: str) -> int:
+        """Pages that one sequence of ``tenant`` can ever get."""
+        return self.accounts.of(tenant).share.capacity
+
+    def fit_together(self, needs: Mapping[str, int]) -> bool:
+        """Whether sequences could hold so many pages, by tenant, all at once.
+
+        What others keep up to their floors cannot be had, so a floor counts in full.
+        """
+        beyond = 0
+        for tenant, need in needs.items():
+            share = self.accounts.of(tenant).share
+            if need > share.cap:
+                return False
+            beyond += max(0, need - share.floor)
+        return self.accounts.floors + beyond <= self.pool.total
+
+    def balanced(self) -> bool:
+        """Whether every page is in exactly one state, by count. Cheap enough for every step.
+
+        The totals each time, and the accounts in turn.
+        """
+        accounts = self.accounts
+        states = self.pool.free + accounts.resident + accounts.private
+        if states != self.pool.total or not 0 <= accounts.locked <= accounts.resident:
+            return False
+        self._checks += 1
+        return accounts.sound(self._checks)
+
+    # A sequence's life.
+
     def peek(self, namespace: Namespace, prompt: bytes) -> tuple[int, int]:
         """What `open` would find: cached pages, and how many of them it would make unavailable."""
-        return self.forest.peek(namespace, prompt, self._cacheable(prompt))
+        limit = self._cacheable(prompt)
+        behind = _behind(self._base_for(namespace, prompt, limit))
+        return self.forest.peek(namespace, prompt, limit, behind)
 
-    def open(self, namespace: Namespace, prompt: bytes) -> BlockTable:
+    @_recovering
+    def open(
+        self,
+        namespace: Namespace,
+        prompt: bytes,
+        *,
+        request: int = 0,
+        insert: bool = True,
+        lookup: bool = True,
+        priority: int = 0,
+        first: bool = True,
+    ) -> BlockTable:
         """Lease the longest cached prefix of ``prompt`` and start a block table with it.
 
         At least the prompt's last token is left to compute, since its logits are needed.
-        """
-        lease, parts = self.forest.match(namespace, prompt, self._cacheable(prompt))
-        pages = np.empty(max(16, 2 * self.pages_for(len(prompt) // TOKEN_BYTES)), dtype=np.int64)
-        if parts:
-            pages[: lease.length] = np.concatenate(parts)
-        return BlockTable(namespace, lease, pages, self.page_size)
 
+        Args:
+            request: for whom, for records.
+            insert: keep what is computed.
+            lookup: look for a prefix.
+            priority: for the eviction policy of that name.
+            first: the request was not opened before; otherwise it counts as no use and no lookup.
+        """
+        limit = self._cacheable(prompt) if lookup else 0
+        public = self._base_for(namespace, prompt, limit)
+        base = None
+        if public is not None and public.lease is not None:
+            base = self.forest.share(public.lease.node, public.pages, request)
+        lease, parts, reason = self.forest.match(
+            namespace,
+            prompt,
+            limit,
+            request=request,
+            why=Why.LOOKUP if first else Why.RESUMED,
+            priority=priority,
+            behind=_behind(public),
+        )
+        tree = lease.node.tree
+        tokens = len(prompt) // TOKEN_BYTES
+        capacity = max(16, 2 * self.pages_for(tokens))
+        table = BlockTable(
+            namespace, tree.account, base, lease, capacity, insert=insert, priority=priority
+        )
+        if base is not None:
+            parts = [path_pages(base.node), *parts]
+        table.pages[: lease.length] = np.frombuffer(b"".join(parts), dtype=np.int64)
+        table.cached_tokens = lease.length * self.page_size
+        self.tables.add(table)
+        if first:
+            table.reason = self._reason(reason, tokens, lookup=lookup)
+            if self.enabled and lookup:
+                self._note_lookup(tree, tokens, table.cached_tokens)
+        if len(tree.account.trees) > self._max_namespaces:
+            crowd = max(1, self._max_namespaces // _CROWD_PART)
+            self._flush(self.forest.emptiest(tree.account, crowd), Why.NAMESPACES)
+        self._bound_nodes(tree.account)
+        return table
+
+    @_recovering
     def grow(self, table: BlockTable, tokens: int) -> bool:
         """Make room for ``tokens`` tokens in all; False, and nothing changed, if there is none."""
         missing = self.pages_for(tokens) - table.length
         if missing <= 0:
             return True
-        if missing > self.available:
+        account = table.account
+        if missing > min(self.accounts.rooms(account)):
             return False
-        shortfall = missing - self.pool.free
+        own = max(0, account.held + missing - account.share.cap)
+        shortfall = max(own, missing - self.pool.free)
         if shortfall > 0:
-            self.pool.give_back(self.forest.evict(shortfall))
+            self._free(self.forest.evict(shortfall, account, own=own, cause=table.lease.node.tree))
         end = table.length + missing
         if end > len(table.pages):
             table.pages = np.concatenate((table.pages, np.empty(end, dtype=np.int64)))
         table.pages[table.length : end] = self.pool.take(missing)
         table.length = end
-        self._count_private(table, missing)
+        self.accounts.change(account, private=missing)
         return True
 
+    @_recovering
     def commit(self, table: BlockTable, tokens: bytes) -> None:
         """Put the complete pages of ``tokens`` into the forest; the table's lease then covers them.
 
@@ -122,17 +296,9 @@ class CacheManager:
             table: an open table.
             tokens: every token of the sequence whose keys and values are written.
         """
-        end = len(tokens) // TOKEN_BYTES // self.page_size
-        if not self.enabled or end <= table.lease.length:
-            return
-        whole = tokens[: end * self.page_size * TOKEN_BYTES]
-        before = table.private
-        for position, theirs in self.forest.extend(table.lease, whole, table.pages):
-            mine = slice(position, position + len(theirs))
-            self.pool.give_back(table.pages[mine])
-            table.pages[mine] = theirs
-        self._count_private(table, table.private - before)
+        self._commit(table, tokens)
 
+    @_recovering
     def close(self, table: BlockTable, tokens: bytes) -> None:
         """End a sequence: keep what it computed in the forest, give everything else up.
 
@@ -142,31 +308,271 @@ class CacheManager:
             table: the sequence's table.
             tokens: every token whose keys and values are written; empty keeps nothing more.
         """
-        if not table.lease.held:
+        if table not in self.tables:
             return
-        self.commit(table, tokens)
+        self._commit(table, tokens)
+        # From here on a repair counts the table's own pages as nobody's.
+        self.tables.remove(table)
         private = table.private
         self.pool.give_back(table.pages[table.lease.length : table.length])
         table.length = table.lease.length
-        self._count_private(table, -private)
+        account = table.account
+        self.accounts.change(account, private=-private)
         self.forest.release(table.lease)
+        if table.base is not None:
+            self.forest.release(table.base)
+        if (over := account.held - account.share.cap) > 0:
+            self._free(self.forest.shrink(account, Why.QUOTA, pages=over))
+
+    # Forgetting.
 
     def flush(self, namespace: Namespace | None = None) -> int:
         """Forget what no lease covers, of one namespace or of all; returns the pages freed."""
-        pages = self.forest.flush(namespace)
-        self.pool.give_back(pages)
-        return len(pages)
+        if namespace is None:
+            return self._flush(self.forest.trees(), Why.FLUSHED)
+        tree = self.forest.tree(namespace)
+        return 0 if tree is None else self._flush([tree], Why.FLUSHED)
 
-    def balanced(self) -> bool:
-        """Whether every page is in exactly one state, by count. Cheap enough for every step."""
-        states = self.pool.free + self.forest.resident + self.private.total()
-        return states == self.pool.total and 0 <= self.forest.locked <= self.forest.resident
+    def expire(self) -> int:
+        """Forget namespaces that lay unused beyond their tenant's ``cache_ttl``; pages freed."""
+        expired = self.forest.expired()
+        return self._flush(expired, Why.EXPIRED) if expired else 0
+
+    @property
+    def next_expiry(self) -> int | None:
+        """Nanoseconds until `expire` can have something to do; None: it never will."""
+        return self.forest.next_expiry
+
+    def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
+        """Divide the pool anew. Pages beyond a tenant's new cap go now, or when they come free.
+
+        Raises:
+            ValueError: the quotas cannot be had together; nothing has changed.
+        """
+        self.accounts.set_quotas(quotas)
+        self.forest.watch_expiries()
+        self._trim()
+
+    # What operators keep.
+
+    def pins(self) -> Collection[Pin]:
+        """The pins there are, oldest first."""
+        return self._pins.values()
+
+    def pin(self, namespace: Namespace, tokens: bytes) -> Pin:
+        """Keep the longest cached prefix of ``tokens`` from eviction, until `unpin`.
+
+        A pin gives way only where a request could not run at all beside it (`yield_pin`).
+
+        Raises:
+            CacheError: nothing of it is cached, or the budget does not allow it.
+        """
+        if self.forest.tree(namespace) is None:
+            raise CacheError("nothing of this prefix is cached; send it once, then pin it")
+        pages = len(tokens) // TOKEN_BYTES // self.page_size
+        found = self.forest.peek(namespace, tokens, pages)[0]
+        if not found:
+            raise CacheError("nothing of this prefix is cached; send it once, then pin it")
+        self._check_budget(found, "the pin")
+        return self._pin(namespace, tokens, pages)
+
+    def unpin(self, pin_id: int) -> None:
+        """Let the pinned prefix be evicted again.
+
+        Raises:
+            CacheError: there is no such pin.
+        """
+        if pin_id not in self._pins:
+            raise CacheError(f"there is no pin {pin_id}; it was removed, or gave way to a request")
+        self._unpin(pin_id)
+
+    def yield_pin(self, tenant: str) -> bool:
+        """Give up the oldest pin whose pages ``tenant`` could use; False where there is none."""
+        taker = self.accounts.of(tenant)
+        for pin in self._pins.values():
+            account = pin.lease.node.tree.account
+            if self.accounts.may_take(taker, account):
+                log.warning(
+                    "pin %d (%d pages) gives way: a request could not run beside it",
+                    pin.id,
+                    pin.pages,
+                )
+                self._unpin(pin.id)
+                return True
+        return False
+
+    def publish(self, name: str, readers: Collection[str], tokens: bytes) -> PublicPrefix:
+        """Register a public prefix; its readers find it once it was computed and `hold` called.
+
+        An equal one stays as it is; another one of the same name is withdrawn.
+
+        Raises:
+            CacheError: it is shorter than a page, public prefixes are not allowed for, or the
+                budget does not allow it.
+        """
+        if not self._public_allowed:
+            raise CacheError(
+                f"public prefix {name}: nothing of the pool is kept for public prefixes; start the"
+                " server with one in its file of tenants"
+            )
+        pages = len(tokens) // TOKEN_BYTES // self.page_size
+        if pages == 0:
+            raise CacheError(
+                f"public prefix {name}: {len(tokens) // TOKEN_BYTES} tokens fill no page of"
+                f" {self.page_size}; use a longer one"
+            )
+        whole = tokens[: pages * self.page_size * TOKEN_BYTES]
+        known = self._public.get(name)
+        if known is not None and (known.tokens, known.readers) == (whole, frozenset(readers)):
+            return known
+        # One page more while it is computed: for the token that a request has to generate.
+        self._check_budget(pages + 1, f"public prefix {name}", instead=known)
+        self.withdraw(name)
+        self._last_id += 1
+        prefix = PublicPrefix(self._last_id, name, frozenset(readers), whole, pages)
+        self._public[name] = prefix
+        return prefix
+
+    @_recovering
+    def hold(self, prefix: PublicPrefix) -> bool:
+        """Keep a public prefix that was computed under its namespace, and show it to its readers.
+
+        Returns:
+            False: it is not cached in full, or was withdrawn meanwhile.
+        """
+        if self._public.get(prefix.name) is not prefix or prefix.lease is not None:
+            return False
+        if self.forest.peek(prefix.namespace, prefix.tokens, prefix.pages)[0] < prefix.pages:
+            return False
+        prefix.lease = self.forest.match(
+            prefix.namespace, prefix.tokens, prefix.pages, why=Why.PINNED
+        )[0]
+        return True
+
+    @_recovering
+    def withdraw(self, name: str) -> None:
+        """End a public prefix; who reads it at the moment goes on. Unknown names are ignored."""
+        prefix = self._public.pop(name, None)
+        if prefix is None or prefix.lease is None:
+            return
+        self.forest.release(prefix.lease)
+        tree = self.forest.tree(prefix.namespace)
+        if tree is not None:
+            self._free(self.forest.flush([tree], Why.FLUSHED))
+
+    def leases(self) -> list[Lease]:
+        """Every lease that somebody holds: tables, pins and public prefixes."""
+        held = [table.lease for table in self.tables]
+        held += [table.base for table in self.tables if table.base is not None]
+        held += [pin.lease for pin in self._pins.values()]
+        return held + [one.lease for one in self._public.values() if one.lease is not None]
+
+    def repair(self) -> None:
+        """Recount everything from the trees, the tables and the leases. Slow, and never wrong."""
+        self.repairs += 1
+        log.error("an error inside the cache: its books are recounted")
+        repair(self)
+        if self._records is not None:
+            self._records.emit(Kind.REPAIRED, 0, 0, 0, 0, 0, 0, self.forest.now())
+
+    # Inside.
+
+    @_recovering
+    def _trim(self) -> None:
+        for account in self.accounts:
+            if (over := account.held - account.share.cap) > 0:
+                self._free(self.forest.shrink(account, Why.QUOTA, pages=over))
+
+    def _commit(self, table: BlockTable, tokens: bytes) -> None:
+        lease = table.lease
+        length = lease.length
+        end = len(tokens) // TOKEN_BYTES // self.page_size
+        if not self.enabled or not table.insert or end <= length:
+            return
+        whole = tokens[: end * self.page_size * TOKEN_BYTES]
+        own = table.pages[length:end].tobytes()
+        for position, theirs in self.forest.extend(lease, whole, own, table.priority):
+            ids = np.frombuffer(theirs, dtype=np.int64)
+            mine = slice(position, position + len(ids))
+            self.pool.give_back(table.pages[mine])
+            table.pages[mine] = ids
+        self.accounts.change(table.account, private=length - lease.length)
+        self._bound_nodes(table.account)
+
+    def _base_for(self, namespace: Namespace, prompt: bytes, limit: int) -> PublicPrefix | None:
+        """The longest public prefix of ``prompt`` that its tenant may read, unless the namespace's
+        own tree holds more of it."""
+        found: PublicPrefix | None = None
+        for public in self._public.values():
+            if (
+                public.lease is not None
+                and namespace.tenant in public.readers
+                and namespace.adapter is None
+                and public.pages <= limit
+                and (found is None or public.pages > found.pages)
+                and prompt.startswith(public.tokens)
+            ):
+                found = public
+        if found is None:
+            return None
+        own = self.forest.peek(namespace, prompt, limit)[0]
+        behind = self.forest.peek(namespace, prompt, limit, _behind(found))[0]
+        return None if own > behind else found
+
+    def _reason(self, found: Reason, tokens: int, *, lookup: bool) -> Reason:
+        if not self.enabled:
+            return Reason(kind="disabled")
+        if not lookup:
+            return Reason(kind="opted_out")
+        if tokens <= self.page_size:
+            return Reason(kind="below_page")
+        return found
+
+    def _note_lookup(self, tree: Tree, prompt_tokens: int, hit_tokens: int) -> None:
+        tree.lookups += 1
+        tree.hits += hit_tokens > 0
+        tree.hit_tokens += hit_tokens
+        tree.prompt_tokens += prompt_tokens
+        self.accounts.note_lookup(tree.account, prompt_tokens, hit_tokens)
+
+    def _bound_nodes(self, account: Account) -> None:
+        if account.nodes > self._max_nodes:
+            self._free(
+                self.forest.shrink(account, Why.NODES, nodes=account.nodes - self._max_nodes)
+            )
+
+    @_recovering
+    def _flush(self, trees: Iterable[Tree], why: Why) -> int:
+        return self._free(self.forest.flush(trees, why))
+
+    def _free(self, pages: bytes) -> int:
+        self.pool.give_back(np.frombuffer(pages, dtype=np.int64))
+        return len(pages) // PAGE_ID_BYTES
+
+    @_recovering
+    def _pin(self, namespace: Namespace, tokens: bytes, pages: int) -> Pin:
+        lease = self.forest.match(namespace, tokens, pages, why=Why.PINNED)[0]
+        self._last_id += 1
+        pin = self._pins[self._last_id] = Pin(self._last_id, lease, lease.length)
+        return pin
+
+    @_recovering
+    def _unpin(self, pin_id: int) -> None:
+        self.forest.release(self._pins.pop(pin_id).lease)
+
+    def _check_budget(self, pages: int, what: str, *, instead: PublicPrefix | None = None) -> None:
+        taken = sum(pin.pages for pin in self._pins.values())
+        taken += sum(public.pages for public in self._public.values() if public is not instead)
+        if taken + pages > self._pinnable:
+            size = self.page_size
+            raise CacheError(
+                f"{what} needs {pages * size} tokens; of the {self._pinnable * size} that"
+                f" --pin-budget allows {taken * size} are taken: remove a pin or raise it"
+            )
 
     def _cacheable(self, prompt: bytes) -> int:
         return (len(prompt) // TOKEN_BYTES - 1) // self.page_size if self.enabled else 0
 
-    def _count_private(self, table: BlockTable, pages: int) -> None:
-        tenant = table.namespace.tenant
-        self.private[tenant] += pages
-        if not self.private[tenant]:
-            del self.private[tenant]
+
+def _behind(public: PublicPrefix | None) -> Behind | None:
+    return None if public is None else Behind(public.id, public.pages)

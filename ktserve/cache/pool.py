@@ -26,6 +26,7 @@ class PagePool:
         self._stack: PageIds = np.arange(total - 1, -1, -1, dtype=np.int64)
         self._free = total
         self._out = np.zeros(total, dtype=np.bool_)
+        self._place = np.zeros(total, dtype=np.int32)
 
     @property
     def free(self) -> int:
@@ -51,11 +52,22 @@ class PagePool:
         Raises:
             DoubleFree: one of them is free already, or stands twice in ``pages``.
         """
-        if not self._out[pages].all() or len(np.unique(pages)) != len(pages):
+        # A page that stands twice is found at the later of its places alone.
+        places = np.arange(len(pages), dtype=np.int32)
+        self._place[pages] = places
+        if not self._out[pages].all() or not (self._place[pages] == places).all():
             raise DoubleFree("a page came back that was not out")
         self._out[pages] = False
         self._stack[self._free : self._free + len(pages)] = pages
         self._free += len(pages)
+
+    def keep(self, pages: PageIds) -> None:
+        """Make ``pages`` the ones that somebody holds, and all others free."""
+        self._out[:] = False
+        self._out[pages] = True
+        free = np.flatnonzero(~self._out)[::-1]
+        self._free = len(free)
+        self._stack[: self._free] = free
 
     def free_ids(self) -> PageIds:
         """The free pages, for audits."""

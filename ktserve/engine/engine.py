@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from ktserve.cache import CacheManager
 from ktserve.engine.admission import why_refused
+from ktserve.engine.public import PublicPrefixes
 from ktserve.engine.runner import ModelRunner
 from ktserve.engine.sampler import Sampled, Sampler
 from ktserve.engine.scheduler import Batch, Scheduler
@@ -18,6 +19,7 @@ from ktserve.messages import (
     Abort,
     EngineStats,
     FinishReason,
+    PublicPrefix,
     Request,
     RequestFailed,
     StepOutput,
@@ -59,6 +61,7 @@ class Engine:
         system = random.SystemRandom()
         self._draw_seed = draw_seed or (lambda _tenant: system.getrandbits(63))
         self._clock = clock
+        self._public = PublicPrefixes(cache)
         self._sequences: dict[int, Sequence] = {}
         self._outputs: list[TokenOutput | RequestFailed] = []
         self._prompt_tokens = 0
@@ -75,21 +78,27 @@ class Engine:
     def receive(self, message: ToEngine) -> None:
         """Take in a request or the end of one."""
         self._changed = True
-        if isinstance(message, Abort):
-            self._end(message.request_id)
-            return
-        self._add(message)
+        match message:
+            case Abort():
+                self._end(message.request_id)
+            case PublicPrefix():
+                if (request := self._public.register(message)) is not None:
+                    self._add(request)
+            case Request():
+                self._add(message)
 
     def abort_all(self) -> None:
         """End every request: nobody waits for them any more."""
         for request_id in list(self._sequences):
             self._end(request_id)
+        self._public.forget()
         self._outputs.clear()
         self._changed = True
 
     def step(self) -> StepOutput:
         """Run one step, and say what it and the messages before it have changed."""
         batch = self._scheduler.next_batch()
+        self._tell_failures()
         if batch is not None:
             self._steplog.scheduled(batch, self._scheduler, self._cache)
             logits = self._runner.run(batch)
@@ -104,6 +113,17 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         return StepOutput(outputs=outputs, stats=self.stats())
 
+    def tidy(self) -> None:
+        """Forget namespaces whose time to live is over."""
+        if self._cache.expire():
+            self._changed = True
+
+    @property
+    def idle_ms(self) -> int | None:
+        """For how long `tidy` has nothing to do; None: for ever."""
+        due = self._cache.next_expiry
+        return None if due is None else due // 1_000_000 + 1
+
     def stats(self) -> EngineStats:
         """Counters and gauges of now."""
         return EngineStats(
@@ -111,18 +131,18 @@ class Engine:
             queued=len(self._scheduler.waiting),
             pages_total=self._cache.pool.total,
             pages_free=self._cache.pool.free,
-            pages_evictable=self._cache.forest.evictable,
+            pages_evictable=self._cache.accounts.evictable,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
-            evicted_tokens=self._cache.forest.evicted * self._cache.page_size,
+            evicted_tokens=self._cache.accounts.evicted * self._cache.page_size,
             preemptions=self._scheduler.preemptions,
-            invariant_breaches=self._breaches,
+            invariant_breaches=self._breaches + self._cache.repairs,
         )
 
     def _add(self, request: Request) -> None:
         if problem := why_refused(request, self._sampler.vocab_size):
-            self._outputs.append(
+            self._refuse(
                 RequestFailed(
                     request_id=request.request_id,
                     status=400,
@@ -139,9 +159,21 @@ class Engine:
         )
         refusal = self._scheduler.add(sequence)
         if refusal is not None:
-            self._outputs.append(refusal)
+            self._refuse(refusal)
             return
         self._sequences[request.request_id] = sequence
+
+    def _tell_failures(self) -> None:
+        failures, self._scheduler.failures = self._scheduler.failures, []
+        for failure in failures:
+            self._sequences.pop(failure.request_id, None)
+            self._refuse(failure)
+
+    def _refuse(self, failure: RequestFailed) -> None:
+        if failure.request_id < 0:
+            self._public.failed(failure.request_id, failure.message)
+        else:
+            self._outputs.append(failure)
 
     def _end(self, request_id: int) -> None:
         sequence = self._sequences.pop(request_id, None)
@@ -150,12 +182,17 @@ class Engine:
 
     def _count(self, batch: Batch) -> None:
         for sequence in batch.admitted:
-            if not sequence.preemptions:
+            if not sequence.preemptions and sequence.request.request_id > 0:
                 assert sequence.cached_tokens is not None
                 self._prompt_tokens += sequence.prompt_tokens
                 self._cached_tokens += sequence.cached_tokens
 
     def _advance(self, sequence: Sequence, result: Sampled) -> None:
+        request_id = sequence.request.request_id
+        if request_id < 0:
+            self._end(request_id)
+            self._public.computed(request_id)
+            return
         sequence.append(result.token)
         self._generated_tokens += 1
         finish, by_token = self._finish(sequence, result.token)
@@ -164,7 +201,7 @@ class Engine:
             logprobs = [result.logprobs]
         self._outputs.append(
             TokenOutput(
-                request_id=sequence.request.request_id,
+                request_id=request_id,
                 token_ids=[result.token],
                 cached_tokens=None if sequence.announced else sequence.cached_tokens,
                 logprobs=logprobs,
@@ -174,7 +211,7 @@ class Engine:
         )
         sequence.announced = True
         if finish is not None:
-            self._end(sequence.request.request_id)
+            self._end(request_id)
 
     def _finish(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, bool]:
         parameters = sequence.request.sampling
@@ -196,7 +233,7 @@ class Engine:
             "cache invariant broken (%d times): free %d + resident %d + private %d != total %d",
             self._breaches,
             self._cache.pool.free,
-            self._cache.forest.resident,
-            self._cache.private.total(),
+            self._cache.accounts.resident,
+            self._cache.accounts.private,
             self._cache.pool.total,
         )

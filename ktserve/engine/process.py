@@ -158,7 +158,7 @@ def serve(started: StartedEngine, runtime_dir: str, link: BlockingSupervisorLink
     client: bytes | None = None
     retired: set[bytes] = set()
     while True:
-        ready = dict(poller.poll(0 if engine.busy else None))
+        ready = dict(poller.poll(0 if engine.busy else engine.idle_ms))
         if link.socket in ready:
             while (message := link.receive_nowait()) is not None:
                 if isinstance(message, Stop):
@@ -174,6 +174,7 @@ def serve(started: StartedEngine, runtime_dir: str, link: BlockingSupervisorLink
                         retired.add(client)
                     client = identity
                 engine.receive(decoder.decode(payload))
+        engine.tidy()
         if engine.busy:
             output = engine.step()
             if client is not None:

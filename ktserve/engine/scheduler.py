@@ -3,19 +3,19 @@
 Every step first gives each decoding sequence its one token, then continues prompts that are under
 way, then admits waiting requests, all under one token budget. Pages for a whole prompt are reserved
 at admission; while decoding a sequence grows page by page. When no page is left, the youngest
-sequence is preempted: its pages stay in the cache as long as they can, and it starts over from the
-front of the queue.
+sequence whose pages its tenant may have is preempted: its pages stay in the cache as long as they
+can, and it starts over from the front of the queue.
 
 A sequence that was preempted `MAX_PREEMPTIONS` times is *protected* from then on: it is preempted
 no more. Protected sequences run together only as far as the pool could hold all of them at their
-longest, so that preempting the others always gives them the page they need; and so every request
-ends.
+longest beside what other tenants keep, so that preempting the others always gives them the page
+they need; and so every request ends.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -87,6 +87,7 @@ class Scheduler:
         running: in order of admission.
         waiting: in order of arrival, preempted ones first.
         preemptions: so far.
+        failures: of queued requests that cannot run any more; whoever tells the clients empties it.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.preemptions = 0
+        self.failures: list[RequestFailed] = []
         self._cache = cache
         self._limits = limits
         self._clock = clock
@@ -109,23 +111,14 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> RequestFailed | None:
         """Queue ``sequence``, or say why it cannot be served."""
-        request_id = sequence.request.request_id
-        pool_tokens = self._cache.pool.total * self._cache.page_size
-        if sequence.longest > pool_tokens:
-            return RequestFailed(
-                request_id=request_id,
-                status=400,
-                code="exceeds_pool",
-                message=f"{sequence.prompt_tokens} prompt tokens and max_tokens"
-                f" {sequence.request.sampling.max_tokens} make {sequence.longest}; the page pool"
-                f" holds {pool_tokens} tokens. Shorten the prompt or lower max_tokens",
-            )
+        if (refusal := self._too_long(sequence)) is not None:
+            return refusal
         # Those that the next step can take are not waiting yet, nor are those that ran already.
         slots = self._limits.max_running - len(self.running)
         queued = sum(not one.preemptions for one in self.waiting)
         if queued - slots >= self._limits.max_queued:
             return RequestFailed(
-                request_id=request_id,
+                request_id=sequence.request.request_id,
                 status=429,
                 code="queue_full",
                 message=f"{self._limits.max_queued} requests are waiting already, the limit"
@@ -187,14 +180,30 @@ class Scheduler:
         admitted: list[Sequence] = []
         if prefill <= 0 or len(self.running) >= self._limits.max_running:
             return admitted
+        full: set[str] = set()
         for sequence in self._candidates():
             if prefill <= 0 or len(self.running) >= self._limits.max_running:
                 break
-            # These wait for another sequence, not for a place: those behind them may go on.
-            if self._would_repeat_work(sequence) or not self._protectable(sequence):
+            tenant = sequence.request.namespace.tenant
+            if (refusal := self._too_long(sequence)) is not None:
+                # The tenant's part became smaller while it waited.
+                self.waiting.remove(sequence)
+                self.failures.append(refusal)
                 continue
-            if not self._open(sequence):
+            # These wait for another sequence, or for their own tenant's pages, not for a place:
+            # those behind them may go on.
+            if (
+                tenant in full
+                or self._would_repeat_work(sequence)
+                or not self._protectable(sequence)
+            ):
+                continue
+            lacking = self._open(sequence)
+            if lacking == "pool":
                 break  # in order: nobody overtakes it to the pages that it waits for
+            if lacking == "own":
+                full.add(tenant)
+                continue
             self.waiting.remove(sequence)
             self.running.append(sequence)
             admitted.append(sequence)
@@ -216,20 +225,45 @@ class Scheduler:
         return window + waiting[LPM_WINDOW:]
 
     def _matched(self, sequence: Sequence) -> int:
-        return self._cache.peek(sequence.request.namespace, bytes(sequence.tokens))[0]
+        return self._peek(sequence)[0]
+
+    def _peek(self, sequence: Sequence) -> tuple[int, int]:
+        if not sequence.request.cache.lookup:
+            return 0, 0
+        return self._cache.peek(sequence.request.namespace, bytes(sequence.tokens))
+
+    def _too_long(self, sequence: Sequence) -> RequestFailed | None:
+        """Why ``sequence`` can never run, if it cannot."""
+        request = sequence.request
+        tenant = request.namespace.tenant
+        most = self._cache.capacity(tenant) * self._cache.page_size
+        if self._cache.pages_for(sequence.longest) * self._cache.page_size <= most:
+            return None
+        total = self._cache.pool.total * self._cache.page_size
+        whose = "the page pool holds" if most == total else "of the page pool the tenant can get"
+        return RequestFailed(
+            request_id=request.request_id,
+            status=400,
+            code="exceeds_pool",
+            message=f"{sequence.prompt_tokens} prompt tokens and max_tokens"
+            f" {request.sampling.max_tokens} make {sequence.longest}; {whose} {most} tokens."
+            " Shorten the prompt or lower max_tokens",
+        )
 
     def _would_repeat_work(self, sequence: Sequence) -> bool:
         """Whether a running prompt of the same namespace is about to compute what this one needs.
 
         Two equal cold prompts that come together are so computed once.
         """
-        if not self._cache.enabled:
+        if not self._cache.enabled or not sequence.request.cache.lookup:
             return False
         page_size = self._cache.page_size
         namespace = sequence.request.namespace
         matched: int | None = None
         for other in self.running:
             if other.computed >= other.prompt_tokens or other.request.namespace != namespace:
+                continue
+            if not other.request.cache.insert:
                 continue
             limit = min(len(sequence.tokens) - TOKEN_BYTES, len(other.request.prompt))
             common = common_prefix(sequence.tokens, 0, other.request.prompt, 0, limit)
@@ -244,40 +278,79 @@ class Scheduler:
         """Whether the pool could hold ``sequence``, if protected, beside the protected that run."""
         if not _protected(sequence):
             return True
-        together = [one for one in self.running if _protected(one)] + [sequence]
-        need = sum(self._cache.pages_for(one.longest) for one in together)
-        return need <= self._cache.pool.total
+        needs: Counter[str] = Counter()
+        for one in [*filter(_protected, self.running), sequence]:
+            needs[one.request.namespace.tenant] += self._cache.pages_for(one.longest)
+        return self._cache.fit_together(needs)
 
-    def _open(self, sequence: Sequence) -> bool:
-        """Give ``sequence`` its cached prefix and pages for the rest of its prompt."""
+    def _open(self, sequence: Sequence) -> Literal["own", "pool"] | None:
+        """Give ``sequence`` its cached prefix and pages for the rest of its prompt.
+
+        Returns:
+            None, or of what too little is left: the pool, or its own tenant's part of it.
+        """
         cache = self._cache
         request = sequence.request
-        tokens = bytes(sequence.tokens)
-        matched, locked = cache.peek(request.namespace, tokens)
-        # Also a page for each running sequence, or the next step would preempt one.
-        need = cache.pages_for(sequence.length) - matched + len(self.running)
-        # What the lease would lock can be counted too high (see peek); an idle engine just tries.
-        if self.running and need + locked > cache.available:
-            return False
-        table = cache.open(request.namespace, tokens)
-        if not cache.grow(table, sequence.length):
-            cache.close(table, b"")
-            return False
+        tenant = request.namespace.tenant
+        running = len(self.running)
+        mine = sum(one.request.namespace.tenant == tenant for one in self.running)
+        while True:
+            matched, locked = self._peek(sequence)
+            need = cache.pages_for(sequence.length) - matched + locked
+            room = cache.rooms(tenant)
+            # Also a page for each running sequence, or the next step would preempt one.
+            if need + mine > room.own:
+                lacking: Literal["own", "pool"] = "own"
+            elif need + running > room.pool and not cache.partitioned:
+                lacking = "pool"
+            else:
+                break
+            waits = mine if lacking == "own" else running
+            if waits or not cache.yield_pin(tenant):
+                return lacking
+        table = cache.open(
+            request.namespace,
+            bytes(sequence.tokens),
+            request=request.request_id,
+            insert=request.cache.insert,
+            lookup=request.cache.lookup,
+            priority=request.cache.priority,
+            first=sequence.cached_tokens is None,
+        )
         sequence.table = table
+        if not cache.grow(table, sequence.length):
+            raise RuntimeError("the cache has less room than it said")
         sequence.computed = table.cached_tokens
         if sequence.cached_tokens is None:
             sequence.cached_tokens = table.cached_tokens
-        return True
+            sequence.reason = table.reason
+        return None
 
     def _make_room(self, sequence: Sequence) -> bool:
         """A page for the next token of ``sequence``.
 
-        Preempts the youngest that is not protected, again and again; that can be itself.
+        Preempts the youngest that is not protected and whose pages its tenant may have, again and
+        again; that can be itself. Pins give way only where it would otherwise wait for nobody.
         """
+        tenant = sequence.request.namespace.tenant
         while sequence.table is not None:
             if self._cache.grow(sequence.table, sequence.length):
                 return True
-            self._preempt(next(one for one in reversed(self.running) if not _protected(one)))
+            victims = (
+                one
+                for one in reversed(self.running)
+                if not _protected(one)
+                and self._cache.may_take(tenant, one.request.namespace.tenant)
+            )
+            victim = next(victims, None)
+            alone = victim is None or (victim is sequence and len(self.running) == 1)
+            if alone and self._cache.yield_pin(tenant):
+                continue
+            if victim is None:
+                # Its tenant's part became smaller than what it was promised.
+                self._preempt(sequence)
+                break
+            self._preempt(victim)
         return False
 
     def _preempt(self, sequence: Sequence) -> None:

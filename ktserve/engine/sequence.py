@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ktserve.cache import BlockTable
+from ktserve.cache import BlockTable, Reason
 from ktserve.messages import Request
 from ktserve.tokens import TOKEN_BYTES
 
@@ -34,6 +34,7 @@ class Sequence:
         computed: tokens whose keys and values are in pages.
         table: its pages, while it runs.
         cached_tokens: prompt tokens from the cache at its first admission; None before.
+        reason: why so many; None before.
         preemptions: times it lost its pages and had to start over.
         announced: its first output was sent.
         counts: of its tokens, once a penalty needs them.
@@ -48,6 +49,7 @@ class Sequence:
         "length",
         "preemptions",
         "prompt_tokens",
+        "reason",
         "request",
         "seed",
         "table",
@@ -63,6 +65,7 @@ class Sequence:
         self.computed = 0
         self.table: BlockTable | None = None
         self.cached_tokens: int | None = None
+        self.reason: Reason | None = None
         self.preemptions = 0
         self.announced = False
         self.counts: TokenCounts | None = None

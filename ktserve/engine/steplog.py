@@ -52,11 +52,12 @@ class StepLog:
         if log.isEnabledFor(logging.DEBUG):
             for sequence in batch.admitted:
                 log.debug(
-                    "request %d in %s: %d prompt tokens, %d cached",
+                    "request %d in %s: %d prompt tokens, %d cached: %s",
                     sequence.request.request_id,
                     pseudonym(sequence.request.namespace, self._key),
                     sequence.prompt_tokens,
                     sequence.cached_tokens,
+                    sequence.reason,
                 )
         decoding = len(batch.parts) - len(prefill)
         if decoding:

@@ -19,6 +19,23 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Quota:
+    """A tenant's part of the page pool.
+
+    Attributes:
+        weight: its share against the others', above 0.
+        cache_floor: the part of the pool, 0 to 1, that it keeps; None follows from the weight.
+        cache_cap: the most of the pool that it holds, above 0 to 1; None is all of it.
+        cache_ttl: seconds that a namespace may lie unused; None is for ever.
+    """
+
+    weight: float = 1.0
+    cache_floor: float | None = None
+    cache_cap: float | None = None
+    cache_ttl: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Tenant:
     """A tenant without its keys.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from ktserve.engine.runner import ModelRunner
 from ktserve.engine.sampler import Sampler
 from ktserve.engine.scheduler import Scheduler, SchedulerLimits
 from ktserve.engine.steplog import StepLog
-from ktserve.messages import Request, RequestFailed, SamplingParams, TokenOutput
+from ktserve.messages import CacheOptions, Request, RequestFailed, SamplingParams, TokenOutput
 from ktserve.models.loading import LoadedModel
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tokens import pack
@@ -68,7 +69,12 @@ class Reference:
 class Harness:
     """An engine and what it said."""
 
-    def __init__(self, reference: Reference, **options: int | str | bool) -> None:
+    def __init__(
+        self,
+        reference: Reference,
+        cache_options: dict[str, Any] | None = None,
+        **options: int | str | bool,
+    ) -> None:
         page_size = int(options.pop("page_size", 1))
         pages = int(options.pop("pages", 400))
         enabled = bool(options.pop("enabled", True))
@@ -80,7 +86,9 @@ class Harness:
             "policy": "fcfs",
         }
         limits.update(options)
-        self.cache = CacheManager(PagePool(pages), page_size, enabled=enabled)
+        self.cache = CacheManager(
+            PagePool(pages), page_size, enabled=enabled, **(cache_options or {})
+        )
         self.scheduler = Scheduler(self.cache, SchedulerLimits(**limits))
         storage = KVStorage(
             layers=2,
@@ -111,7 +119,11 @@ class Harness:
         self._ids = itertools.count(1)
 
     def send(
-        self, prompt: Iterable[int], namespace: Namespace | None = None, **sampling: object
+        self,
+        prompt: Iterable[int],
+        namespace: Namespace | None = None,
+        cache: CacheOptions | None = None,
+        **sampling: object,
     ) -> int:
         """Queue a request, greedy unless it says otherwise; returns its id."""
         request_id = next(self._ids)
@@ -122,6 +134,7 @@ class Harness:
                 namespace=namespace or make_namespace(),
                 prompt=pack(prompt),
                 sampling=SamplingParams(**parameters),
+                cache=cache or CacheOptions(),
             )
         )
         return request_id
@@ -170,7 +183,7 @@ def reference() -> Iterator[Reference]:
 
 @pytest.fixture
 def harness(reference: Reference) -> Callable[..., Harness]:
-    def build(**options: int | str | bool) -> Harness:
+    def build(**options: Any) -> Harness:
         return Harness(reference, **options)
 
     return build

@@ -161,7 +161,7 @@ def test_abort_in_every_state_gives_everything_back(harness):
     run.step()
     assert not run.engine.busy
     assert run.cache.available == run.cache.pool.total
-    assert run.cache.private.total() == 0
+    assert run.cache.accounts.private == 0
 
 
 def test_a_new_api_process_starts_with_an_empty_engine(harness):
@@ -218,7 +218,7 @@ def life(run, reference) -> None:
         run.step()
         run.audit()
     assert run.scheduler.preemptions > 0
-    assert run.cache.forest.evicted > 0
+    assert run.cache.accounts.evicted > 0
     survivors = 0
     for request_id, (tokens, count, aborted) in sent.items():
         expected = reference.greedy(tokens, count)

@@ -50,8 +50,10 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(namespace=st.sampled_from(NAMESPACES), tokens=prompts)
     def open(self, namespace: Namespace, tokens: list[int]) -> None:
         prompt = pack(tokens)
-        expected, _ = self.cache.peek(namespace, prompt)
+        expected, newly = self.cache.peek(namespace, prompt)
+        locked = self.cache.accounts.locked
         table = self.cache.open(namespace, prompt)
+        assert self.cache.accounts.locked == locked + newly
         assert table.cached_tokens == expected * self.cache.page_size
         assert table.cached_tokens < len(tokens)
         sequence = Sequence(table, tokens)
@@ -86,7 +88,7 @@ class CacheMachine(RuleBasedStateMachine):
     def write(self, sequence: Sequence, count: int) -> None:
         end = min(sequence.written + count, len(sequence.tokens))
         before = sequence.table.length
-        available = self.cache.available
+        available = min(self.cache.rooms(sequence.table.namespace.tenant))
         grown = self.cache.grow(sequence.table, end)
         assert grown == (self.cache.pages_for(end) - before <= available)
         if not grown:
@@ -124,8 +126,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6))
     def evict_exactly(self, count: int) -> None:
-        evictable = self.cache.forest.evictable
-        pages = self.cache.forest.evict(count)
+        evictable = self.cache.accounts.evictable
+        taker = self.cache.accounts.of("a")
+        pages = np.frombuffer(self.cache.forest.evict(count, taker), dtype=np.int64)
         assert len(pages) == min(count, evictable)
         self.cache.pool.give_back(pages)
 

@@ -1,0 +1,66 @@
+"""The memory of what was evicted, so that a miss can say so.
+
+A ghost stands where an evicted page hung in its tree: the end of the node above and a hash of the
+page's tokens. It is found by a lookup that ends there and would go on with that page. There are no
+tokens in it, and a wrong find, possible only if two 64-bit hashes collide, gives a wrong
+explanation and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ktserve.cache.node import Node
+
+
+class Ghost(NamedTuple):
+    """An eviction.
+
+    Attributes:
+        tick: when it was.
+        why: a `ktserve.cache.records.Why`.
+    """
+
+    tick: int
+    why: int
+
+
+class Ghosts:
+    """The newest evictions.
+
+    Args:
+        capacity: how many are kept.
+    """
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._capacity = capacity
+        self._ghosts: dict[int, Ghost] = {}
+
+    def __len__(self) -> int:
+        return len(self._ghosts)
+
+    def add(self, above: Node, page: bytes, tick: int, why: int) -> None:
+        """Note that ``page``, which followed the end of ``above``, was evicted."""
+        ghosts = self._ghosts
+        place = _place(above, page)
+        ghosts.pop(place, None)  # so that the order is by time
+        ghosts[place] = Ghost(tick, why)
+        if len(ghosts) > self._capacity:
+            del ghosts[next(iter(ghosts))]
+
+    def find(self, above: Node, page: bytes) -> Ghost | None:
+        """The eviction of ``page`` from the end of ``above``, if it is remembered."""
+        return self._ghosts.get(_place(above, page))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._ghosts.clear()
+
+
+def _place(above: Node, page: bytes) -> int:
+    if above.parent is not None:
+        return hash((above.id, page))
+    # A root goes with its tree and comes back as another node.
+    tree = above.tree
+    graft = next((public for public, root in tree.grafts.items() if root is above), None)
+    return hash((tree.namespace, graft, page))
