@@ -135,6 +135,44 @@ class Settings:
             maximum=0.99,
         ),
     ] = None
+    cache_sharing: Annotated[
+        Literal["shared", "floors", "partitioned"],
+        Rule(
+            "How tenants share the page pool: one order; floors that others do not take; or fixed "
+            "shares, in which no tenant's load shows in another's cache.",
+            CACHE,
+        ),
+    ] = "floors"
+    radix_eviction_policy: Annotated[
+        Literal["lru", "lfu", "slru", "fifo", "priority"],
+        Rule("Which of a tenant's pages go first.", CACHE),
+    ] = "lru"
+    max_namespaces: Annotated[
+        int,
+        Rule(
+            "The most namespaces of one tenant; beyond, the emptiest and oldest go.",
+            CACHE,
+            minimum=1,
+        ),
+    ] = 10_000
+    max_nodes: Annotated[
+        int | None,
+        Rule(
+            "The most tree nodes of one tenant; beyond, leaves go by the eviction policy.",
+            CACHE,
+            unset="as many as the pool has pages",
+            minimum=1,
+        ),
+    ] = None
+    pin_budget: Annotated[
+        float,
+        Rule(
+            "The most of the pool that pinned and public prefixes take together, as a share.",
+            CACHE,
+            minimum=0,
+            maximum=0.5,
+        ),
+    ] = 0.1
     disable_radix_cache: Annotated[
         bool, Rule("Keep no prefix: every prompt is computed in full.", CACHE)
     ] = False

@@ -264,6 +264,12 @@ def _check_together(settings: Settings, origins: Mapping[str, str]) -> None:
             "max_total_tokens",
             f"must be at least page_size, {page}; raise it or lower --page-size",
         )
+    if settings.radix_eviction_policy == "priority" and settings.cache_sharing == "shared":
+        fail(
+            "radix_eviction_policy",
+            "cannot be with cache_sharing shared: clients set priorities, and one could keep all"
+            " others out; use --cache-sharing floors or partitioned",
+        )
     if settings.disable_radix_cache and settings.schedule_policy == "lpm":
         fail(
             "schedule_policy",

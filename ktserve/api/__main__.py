@@ -6,14 +6,13 @@ import asyncio
 import logging
 import os
 import socket
-import ssl
 import sys
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from ktserve import logs
+from ktserve import certificates, logs
 from ktserve.api.app import create_app
 from ktserve.api.detokenizer import UnsupportedTokenizer
 from ktserve.api.engine_client import EngineClient
@@ -97,18 +96,12 @@ def uvicorn_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         ssl_keyfile=settings.ssl_keyfile,
     )
     logging.getLogger("uvicorn.error").addFilter(client_faults_at_debug)
-    try:
-        if settings.ssl_certfile:
-            # An encrypted key must fail here: asking for its passphrase would read the lifeline.
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-                settings.ssl_certfile, settings.ssl_keyfile, password=lambda: ""
-            )
-        config.load()
-    except (OSError, ssl.SSLError) as error:
-        raise CannotStart(
-            f"--ssl-certfile or --ssl-keyfile cannot be used ({error}); "
-            "give PEM files without a passphrase"
-        ) from None
+    if settings.ssl_certfile is not None:
+        # An encrypted key must fail here: asking for its passphrase would read the lifeline.
+        problem = certificates.problem_of(settings.ssl_certfile, settings.ssl_keyfile)
+        if problem is not None:
+            raise CannotStart(problem)
+    config.load()
     return config
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from ktserve.config import declared
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ktserve.config import Setting, Settings
     from ktserve.models.memory import MemoryPlan
     from ktserve.resolution import Resolved
+    from ktserve.tenancy.shares import Share
 
 
 def show_settings(resolved: Resolved, effective: Settings, out: TextIO) -> None:
@@ -51,6 +52,16 @@ def show_plan(plan: MemoryPlan, out: TextIO) -> None:
     _table("Memory plan", ("", ""), rows, out)
     for note in plan.notes:
         print(f"note: {clean(note)}", file=out)
+
+
+def show_shares(shares: Mapping[str, Share], out: TextIO) -> None:
+    """Print each tenant's part of the page pool, in tokens."""
+    rows = [
+        (clean(name), f"{share.floor:,}", f"{share.cap:,}", f"{share.capacity:,}")
+        for name, share in shares.items()
+    ]
+    header = ("tenant", "keeps", "holds at most", "for one request at most")
+    _table("Tenants, in tokens of the page pool", header, rows, out)
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], out: TextIO) -> None:

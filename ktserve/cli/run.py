@@ -60,19 +60,25 @@ def _show(resolved: Resolved) -> None:
     try:
         check(resolved.settings)
         # After what can be wrong without it: it loads torch.
+        from ktserve.engine.caching import build_cache, shares_in_tokens
         from ktserve.engine.effective import effective_settings
         from ktserve.models.memory import plan
+        from ktserve.tenancy.tenants import load_tenants
 
         memory = plan(resolved.settings)
         effective = effective_settings(resolved.settings, memory)
+        tenants = load_tenants(resolved.settings)
+        cache = build_cache(resolved.settings, memory.pages, tenants)
     except CannotStart as error:
         _refuse(*error.problems)
     except (ValueError, OSError) as error:
         _refuse(str(error))
-    from ktserve.cli.plan import show_plan, show_settings
+    from ktserve.cli.plan import show_plan, show_settings, show_shares
 
     show_settings(resolved, effective, sys.stdout)
     show_plan(memory, sys.stdout)
+    if resolved.settings.tenants is not None:
+        show_shares(shares_in_tokens(cache, tenants), sys.stdout)
 
 
 def _refuse(*problems: str) -> NoReturn:

@@ -73,7 +73,7 @@ def list_tenants(
     from ktserve.tenancy.tenants_file import TenantsFileError, read_tenants_file
 
     try:
-        entries = read_tenants_file(file, need_key=False)
+        entries = read_tenants_file(file, need_key=False).entries
     except TenantsFileError as error:
         _fail("list", error)
     typer.echo(_as_json(entries) if as_json else _as_table(entries))
@@ -91,7 +91,7 @@ def check(
     )
 
     try:
-        entries = read_tenants_file(file, need_key=True)
+        entries = read_tenants_file(file, need_key=True).entries
     except TenantsFileUnreadable as error:
         _fail("check", error)
     except TenantsFileError as error:
@@ -127,7 +127,10 @@ def _as_json(entries: list[Entry]) -> str:
             {
                 "name": tenant.name,
                 "label": tenant.label,
-                "weight": tenant.weight,
+                "weight": tenant.quota.weight,
+                "cache_floor": tenant.quota.cache_floor,
+                "cache_cap": tenant.quota.cache_cap,
+                "cache_ttl": tenant.quota.cache_ttl,
                 "keys": len(digests),
                 "limits": {
                     "max_concurrent_requests": tenant.limits.max_concurrent_requests,
@@ -142,16 +145,23 @@ def _as_json(entries: list[Entry]) -> str:
 
 def _as_table(entries: list[Entry]) -> str:
     rows: list[tuple[str, ...]] = [
-        ("NAME", "KEYS", "WEIGHT", "MAX REQUESTS", "MAX CONTEXT", "LABEL")
+        ("NAME", "KEYS", "WEIGHT", "FLOOR", "CAP", "TTL", "MAX REQUESTS", "MAX CONTEXT", "LABEL")
     ]
     for tenant, digests in entries:
-        limits = (tenant.limits.max_concurrent_requests, tenant.limits.max_context)
+        quota = tenant.quota
+        numbers = (
+            quota.cache_floor,
+            quota.cache_cap,
+            quota.cache_ttl,
+            tenant.limits.max_concurrent_requests,
+            tenant.limits.max_context,
+        )
         rows.append(
             (
                 tenant.name,
                 str(len(digests)),
-                f"{tenant.weight:g}",
-                *("-" if limit is None else str(limit) for limit in limits),
+                f"{quota.weight:g}",
+                *("-" if number is None else f"{number:.10g}" for number in numbers),
                 _clean(tenant.label or "-"),
             )
         )

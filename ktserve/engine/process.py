@@ -14,8 +14,8 @@ import torch
 import zmq
 
 from ktserve.attention import KVStorage, create_backend
-from ktserve.cache import CacheManager, PagePool
 from ktserve.config import Settings
+from ktserve.engine.caching import build_cache, shares_in_tokens
 from ktserve.engine.engine import Engine
 from ktserve.engine.limits import scheduler_limits
 from ktserve.engine.runner import ModelRunner
@@ -31,6 +31,7 @@ from ktserve.ipc import (
 from ktserve.messages import EngineInfo, EngineReady, Stop, ToEngine
 from ktserve.models import cpu_linear, loading, memory
 from ktserve.models.source import ModelSource, locate, resolve
+from ktserve.tenancy.tenants import load_tenants
 
 log = logging.getLogger("ktserve.engine")
 
@@ -70,6 +71,8 @@ def start(settings: Settings, pseudonym_key: bytes) -> StartedEngine:
         weight_bytes=memory.count_weight_bytes(config, dtype, packing),
         available_bytes=memory.available_bytes(device),
     )
+    tenants = load_tenants(settings)
+    cache = build_cache(settings, plan.pages, tenants)
     loaded = loading.load(
         source, dtype=dtype, device=device, seed=settings.random_seed or 0, packing=packing
     )
@@ -86,9 +89,6 @@ def start(settings: Settings, pseudonym_key: bytes) -> StartedEngine:
     )
     backend = create_backend(settings.attention_backend)
     vocab_size: int = config.vocab_size
-    cache = CacheManager(
-        PagePool(plan.pages), plan.page_size, enabled=not settings.disable_radix_cache
-    )
     engine = Engine(
         scheduler=Scheduler(cache, scheduler_limits(settings, plan.context_length, device.type)),
         cache=cache,
@@ -119,6 +119,9 @@ def start(settings: Settings, pseudonym_key: bytes) -> StartedEngine:
         context_length=plan.context_length,
         page_size=plan.page_size,
         pool_tokens=plan.tokens,
+        capacity_tokens={
+            name: share.capacity for name, share in shares_in_tokens(cache, tenants).items()
+        },
         kv_bytes_per_token=plan.kv_bytes_per_token,
         weight_bytes=loaded.weight_bytes,
         vocab_size=vocab_size,

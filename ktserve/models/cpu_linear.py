@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -39,7 +40,7 @@ class InvalidCpuWeights(ValueError):
     """The setting cannot be honoured with the precision or device; the message has the remedy."""
 
 
-class PackedLinear(nn.Module):
+class PackedLinear(nn.Module, ABC):
     """A linear layer behind a packed operator, float32 in and out, instead of a `torch.nn.Linear`.
 
     Attributes:
@@ -58,22 +59,22 @@ class PackedLinear(nn.Module):
         self.padding: Mapping[int, int] = {}
 
     @classmethod
+    @abstractmethod
     def bytes_for(cls, linear: nn.Linear) -> int:
         """The bytes that ``linear`` takes once packed. It may be without storage."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def takes(cls, weight: torch.Tensor) -> bool:
         """Whether ``weight`` can be held without losing more than rounding loses."""
-        raise NotImplementedError
 
+    @abstractmethod
     def measure_padding(self) -> Mapping[int, int]:
         """`padding` for layers of this shape on this processor."""
-        raise NotImplementedError
 
+    @abstractmethod
     def multiply(self, rows: torch.Tensor) -> torch.Tensor:
         """The operator alone: ``[..., inputs]`` to ``[..., outputs]``."""
-        raise NotImplementedError
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[..., inputs]`` to ``[..., outputs]``."""

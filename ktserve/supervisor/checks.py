@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ssl
-
-from ktserve import runtime_dir
+from ktserve import certificates, runtime_dir
 from ktserve.config import Settings
 from ktserve.ipc import AddressTooLong, engine_address, new_boot_id
 from ktserve.tenancy.tenants import load_tenants
@@ -38,20 +36,8 @@ def check(settings: Settings) -> int:
     except AddressTooLong as error:
         raise CannotStart([str(error)]) from None
     if settings.ssl_certfile is not None:
-        _check_certificate(settings.ssl_certfile, settings.ssl_keyfile)
+        problem = certificates.problem_of(settings.ssl_certfile, settings.ssl_keyfile)
+        if problem is not None:
+            raise CannotStart([problem])
     return tenants
 
-
-def _check_certificate(certfile: str, keyfile: str | None) -> None:
-    try:
-        # Nobody is asked for the passphrase of a key that has one.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-            certfile, keyfile, password=lambda: ""
-        )
-    except (OSError, ssl.SSLError) as error:
-        raise CannotStart(
-            [
-                f"--ssl-certfile or --ssl-keyfile cannot be used ({error}); "
-                "give PEM files without a passphrase"
-            ]
-        ) from None

@@ -42,11 +42,27 @@ class Tenant:
     Attributes:
         name: unique; the tenant field of its namespaces.
         label: for people, or None. Whoever shows it cleans it.
-        weight: its share against the others', above 0. Kept for the sharing modes of the pool;
-            nothing in this version reads it.
+        quota: its part of the page pool.
     """
 
     name: str
     label: str | None = None
-    weight: float = 1.0
+    quota: Quota = field(default_factory=Quota)
     limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class PublicPrefix:
+    """A beginning of prompts that the operator makes public for the tenants it names.
+
+    Attributes:
+        name: unique.
+        tenants: who reads it.
+        system: the text of a system message, as a chat begins with it; or
+        text: the beginning of a prompt as it is. One of the two is set.
+    """
+
+    name: str
+    tenants: tuple[str, ...]
+    system: str | None = None
+    text: str | None = None

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ktserve.tenancy.tenant import Limits, Tenant
+from ktserve.tenancy.tenant import Limits, PublicPrefix, Quota, Tenant
 from ktserve.tenancy.tenants_file import read_tenants_file
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ __all__ = [
     "DEFAULT_TENANT",
     "AuthenticationError",
     "Limits",
+    "PublicPrefix",
+    "Quota",
     "Tenant",
     "Tenants",
     "hash_key",
@@ -44,15 +46,29 @@ class Tenants:
     Args:
         entries: each tenant, once, with the SHA-256 digests of its keys.
         open_tenant: with it every request is that tenant's, and no key is asked for.
+        public: the prefixes that are public among them.
+
+    Attributes:
+        public: those prefixes.
     """
 
     def __init__(
-        self, entries: Iterable[tuple[Tenant, Iterable[bytes]]], *, open_tenant: Tenant | None
+        self,
+        entries: Iterable[tuple[Tenant, Iterable[bytes]]],
+        *,
+        open_tenant: Tenant | None,
+        public: tuple[PublicPrefix, ...] = (),
     ) -> None:
         held = [(tenant, tuple(digests)) for tenant, digests in entries]
         self._tenants = tuple(tenant for tenant, _ in held)
         self._keys = tuple((digest, tenant) for tenant, digests in held for digest in digests)
         self._open = open_tenant
+        self.public = public
+
+    @property
+    def quotas(self) -> dict[str, Quota]:
+        """Each tenant's part of the page pool, by name."""
+        return {tenant.name: tenant.quota for tenant in self}
 
     @property
     def needs_key(self) -> bool:
@@ -116,7 +132,8 @@ def load_tenants(settings: Settings) -> Tenants:
         TenantsFileError: the file cannot be read or breaks a rule.
     """
     if settings.tenants is not None:
-        return Tenants(read_tenants_file(Path(settings.tenants), need_key=True), open_tenant=None)
+        file = read_tenants_file(Path(settings.tenants), need_key=True)
+        return Tenants(file.entries, open_tenant=None, public=file.public)
     default = Tenant(DEFAULT_TENANT)
     if settings.api_key is not None:
         return Tenants([(default, [hash_key(settings.api_key)])], open_tenant=None)

@@ -141,6 +141,10 @@ def test_a_bad_value_is_refused_with_name_origin_and_limit(
         ({"page_size": "16", "chunked_prefill_size": "8"}, {"chunked_prefill_size": "-1"}),
         ({"page_size": "16", "max_total_tokens": "8"}, {"max_total_tokens": "16"}),
         ({"disable_radix_cache": True, "schedule_policy": "lpm"}, {"schedule_policy": "fcfs"}),
+        (
+            {"cache_sharing": "shared", "radix_eviction_policy": "priority"},
+            {"cache_sharing": "floors"},
+        ),
         ({"ssl_keyfile": __file__}, {"ssl_certfile": __file__}),
         ({"tenants": __file__, "api_key": "k"}, {"api_key": None}),
     ],

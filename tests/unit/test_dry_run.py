@@ -111,6 +111,29 @@ def test_a_file_that_the_server_could_not_use_fails_the_dry_run(tmp_path: Path) 
     assert "--ssl-certfile" in refused("--ssl-certfile", str(broken))
 
 
+def test_each_tenants_part_of_the_pool_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    key = "sha256:" + "0" * 64
+    file.write_text(
+        f"[tenants.a]\nweight = 3\nkeys = ['{key}']\n"
+        "[tenants.b]\nkeys = []\ncache_cap = 0.5\n"
+        "[[public]]\nname = 'p'\ntenants = ['a']\ntext = 'x'\n"
+    )
+    pool = ("--tenants", str(file), "--max-total-tokens", "10000", "--context-length", "1000")
+    for sharing, a, b in (
+        # A tenth is set aside for the public prefix.
+        ("floors", ("3,375", "9,000", "7,875"), ("1,125", "4,500", "4,500")),
+        ("partitioned", ("6,750",) * 3, ("2,250",) * 3),
+        ("shared", ("0", "9,000", "9,000"), ("0", "4,500", "4,500")),
+    ):
+        rows = dry_run(*pool, "--cache-sharing", sharing).stdout.splitlines()
+        assert "\t".join(("a", *a)) in rows
+        assert "\t".join(("b", *b)) in rows
+    file.write_text(file.read_text().replace("weight = 3", "weight = 1000000"))
+    refusal = refused(*pool, "--cache-sharing", "partitioned")
+    assert "tenant b gets none of the 9000 pages" in refusal
+
+
 def test_a_runtime_directory_whose_path_is_too_long_fails_the_dry_run() -> None:
     too_long = Path(tempfile.gettempdir(), "x" * 120)
     assert "too long" in refused("--runtime-dir", str(too_long))

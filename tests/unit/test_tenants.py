@@ -22,6 +22,8 @@ from ktserve.tenancy import tenants as tenants_module
 from ktserve.tenancy.tenants import (
     AuthenticationError,
     Limits,
+    PublicPrefix,
+    Quota,
     Tenant,
     Tenants,
     hash_key,
@@ -53,6 +55,10 @@ keys = [
 """
 
 
+A = "[tenants.a]\nkeys = []\n"
+PUBLIC = "[[public]]\nname = 'p'\ntenants = ['a']\ntext = 'x'\n"
+
+
 @pytest.fixture
 def written(tmp_path: Path) -> Callable[[str], Path]:
     def write(text: str) -> Path:
@@ -75,7 +81,7 @@ def problems(text: str) -> list[str]:
 def test_a_file_gives_tenants_in_its_order(written: Callable[[str], Path]) -> None:
     tenants = load_tenants(Settings(tenants=str(written(FILE))))
     assert list(tenants) == [
-        Tenant("acme", "Acme, production", 2.5, Limits(8, 4096)),
+        Tenant("acme", "Acme, production", Quota(2.5), Limits(8, 4096)),
         Tenant("beta.eu"),
     ]
     assert len(tenants) == 2
@@ -125,12 +131,82 @@ def test_a_file_gives_tenants_in_its_order(written: Callable[[str], Path]) -> No
             "[tenants.b]: keys[0] is also a key of the tenant 'a'",
         ),
         ("[tenants.a", "t.toml: is not valid TOML: "),
+        (A + "cache_floor = 0", "[tenants.a]: cache_floor must be a part of the pool"),
+        (A + "cache_floor = 1.01", "cache_floor must be"),
+        (A + "cache_floor = nan", "cache_floor must be"),
+        (A + "cache_cap = true", "cache_cap must be"),
+        (A + "cache_cap = '1'", "cache_cap must be"),
+        (A + "cache_floor = 0.6\ncache_cap = 0.5", "cache_floor 0.6 is above cache_cap 0.5"),
+        (A + "cache_ttl = 0", "cache_ttl must be a number of seconds above 0"),
+        (A + "cache_ttl = inf", "cache_ttl must be"),
+        (A + "cache_ttl = false", "cache_ttl must be"),
+        (
+            A + "cache_floor = 0.6\n[tenants.b]\nkeys = []\ncache_floor = 0.5",
+            "t.toml: tenants: the cache_floor of all tenants add up to 1.1",
+        ),
+        ("public = 1", "t.toml: public: must be a list of tables"),
+        ("public = [1]", "[[public]] number 1: must be a table"),
+        (A + PUBLIC + "txt = 'x'", "[[public]] number 1: unknown field 'txt'; did you mean text?"),
+        (A + "[[public]]\ntenants = ['a']\ntext = 'x'", "number 1: name must be text: 1 to 64"),
+        (A + "[[public]]\nname = 'X'\ntenants = ['a']\ntext = 'x'", "name must be text"),
+        (A + "[[public]]\nname = 'p'\ntext = 'x'", "tenants must be a list of names"),
+        (A + "[[public]]\nname = 'p'\ntenants = []\ntext = 'x'", "tenants must be a list"),
+        (A + "[[public]]\nname = 'p'\ntenants = ['b']\ntext = 'x'", "tenants names 'b', which"),
+        (A + "[[public]]\nname = 'p'\ntenants = [[1]]\ntext = 'x'", "tenants names '[1]', which"),
+        (A + "[[public]]\nname = 'p'\ntenants = ['a']", "needs one of system and text"),
+        (A + PUBLIC + "system = 'x'", "needs one of system and text"),
+        (A + "[[public]]\nname = 'p'\ntenants = ['a']\ntext = ''", "must not be empty"),
+        (A + PUBLIC + PUBLIC, "[[public]]: the name 'p' is there twice"),
     ],
 )
 def test_a_broken_rule_is_named_with_its_place(text: str, problem: str) -> None:
     found = problems(text)
     assert len(found) == 1
     assert problem in found[0]
+
+
+def test_quotas_and_public_prefixes_are_read_as_they_stand() -> None:
+    file = parse_tenants(
+        (
+            A
+            + "weight = 2\ncache_floor = 0.25\ncache_cap = 1\ncache_ttl = 60\n"
+            + "[tenants.b]\nkeys = []\ncache_floor = 0.75\n"
+            + PUBLIC
+            + "[[public]]\nname = 'q'\ntenants = ['b', 'a']\nsystem = 'Hello'\n"
+        ).encode(),
+        "t.toml",
+    )
+    assert [tenant.quota for tenant, _ in file.entries] == [
+        Quota(2.0, 0.25, 1.0, 60.0),
+        Quota(cache_floor=0.75),
+    ]
+    assert file.public == (
+        PublicPrefix("p", ("a",), text="x"),
+        PublicPrefix("q", ("b", "a"), system="Hello"),
+    )
+
+
+def test_a_server_gets_quotas_and_public_prefixes(written: Callable[[str], Path]) -> None:
+    tenants = load_tenants(Settings(tenants=str(written(FILE + PUBLIC.replace("'a'", "'acme'")))))
+    assert tenants.quotas == {"acme": Quota(2.5), "beta.eu": Quota()}
+    assert [prefix.name for prefix in tenants.public] == ["p"]
+    assert load_tenants(Settings()).public == ()
+
+
+def test_tenants_and_keys_are_added_to_a_file_with_public_prefixes(
+    written: Callable[[str], Path],
+) -> None:
+    path = written(FILE + PUBLIC.replace("'a'", "'acme'"))
+    add_tenant(path, "new", None, new_api_key())
+    add_key(path, "new", new_api_key())
+    add_key(path, "acme", new_api_key())
+    file = read_tenants_file(path, need_key=True)
+    assert [(tenant.name, len(keys)) for tenant, keys in file.entries] == [
+        ("acme", 3),
+        ("beta.eu", 1),
+        ("new", 2),
+    ]
+    assert file.public == (PublicPrefix("p", ("acme",), text="x"),)
 
 
 def test_hex_digits_of_either_case_are_one_key() -> None:
@@ -159,7 +235,7 @@ def test_a_file_that_lets_nobody_in_is_refused(written: Callable[[str], Path]) -
     path = written("[tenants.a]\nkeys = []\n")
     with pytest.raises(TenantsFileError, match="no tenant has a key"):
         load_tenants(Settings(tenants=str(path)))
-    assert read_tenants_file(path, need_key=False) == [(Tenant("a"), ())]
+    assert read_tenants_file(path, need_key=False) == ([(Tenant("a"), ())], ())
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -405,9 +481,9 @@ def test_a_name_that_cannot_be_is_a_usage_error_without_a_key(command: str, tmp_
 def test_list_shows_tenants_and_no_key(written: Callable[[str], Path]) -> None:
     path = written(FILE.replace("Acme, production", "Acme\\u001b[2J \\u202e"))
     table = run("list", "--file", path).stdout
-    assert [line.split()[:5] for line in table.splitlines()[1:]] == [
-        ["acme", "2", "2.5", "8", "4096"],
-        ["beta.eu", "1", "1", "-", "-"],
+    assert [line.split()[:8] for line in table.splitlines()[1:]] == [
+        ["acme", "2", "2.5", "-", "-", "-", "8", "4096"],
+        ["beta.eu", "1", "1", "-", "-", "-", "-", "-"],
     ]
     shown = run("list", "--json", "--file", path).stdout
     assert [(each["name"], each["keys"]) for each in json.loads(shown)] == [
