@@ -26,3 +26,15 @@ def pack(token_ids: Iterable[int]) -> bytes:
 def unpack(data: bytes) -> npt.NDArray[np.int32]:
     """A read-only view ``[tokens]`` of packed ids."""
     return np.frombuffer(data, dtype="<i4")
+
+
+def common_prefix(
+    left: bytes | bytearray, left_at: int, right: bytes | bytearray, right_at: int, limit: int
+) -> int:
+    """Equal bytes from the two places on, whole tokens, at most ``limit`` (whole tokens too)."""
+    count = limit // TOKEN_BYTES
+    a = np.frombuffer(left, dtype="<i4", count=count, offset=left_at)
+    b = np.frombuffer(right, dtype="<i4", count=count, offset=right_at)
+    differ = a != b
+    first = int(differ.argmax()) if count else 0
+    return first * TOKEN_BYTES if count and differ[first] else limit

@@ -171,8 +171,8 @@ class Account:
         if order[0][2] is node:
             heapq.heappop(order)
             node.queued = False
-            return
-        self.stale += 1
+        else:
+            self.stale += 1
         if self.stale > len(order) // 2:
             order[:] = [entry for entry in order if not entry[2].gone]
             heapq.heapify(order)
@@ -227,7 +227,7 @@ class Accounts:
         self._givers: set[Account] = set()
         self._shares: dict[str, Share] = {}
         self._quotas: dict[str, Quota] = {}
-        self.set_quotas(quotas)
+        self.set_quotas(quotas, self.divide(quotas))
 
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts.values())
@@ -253,18 +253,23 @@ class Accounts:
             self._accounts[tenant] = account
         return account
 
-    def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
-        """Divide the pool anew. Who holds more than it now may keeps it until it is taken.
+    def divide(self, quotas: Mapping[str, Quota]) -> dict[str, Share]:
+        """What ``quotas`` come to; changes nothing.
 
         Raises:
-            ValueError: the quotas cannot be had together; nothing has changed.
+            ValueError: they cannot be had together.
         """
-        self._shares = divide(self.sharing, self.pages - self._reserved, quotas)
-        self._quotas = dict(quotas)
-        self.floors = self._reserved + sum(share.floor for share in self._shares.values())
+        return divide(self.sharing, self.pages - self._reserved, quotas)
+
+    def set_quotas(self, quotas: Mapping[str, Quota], shares: dict[str, Share]) -> None:
+        """Divide the pool anew. Who holds more than it now may keeps it until it is taken.
+
+        Args:
+            shares: what `divide` made of ``quotas``.
+        """
+        self._quotas, self._shares = dict(quotas), shares
+        self._share_out()
         for account in self:
-            account.quota = self._quotas.get(account.tenant, Quota())
-            account.share = self._share(account.tenant)
             self.change(account)
 
     def rooms(self, account: Account) -> Room:
@@ -343,6 +348,7 @@ class Accounts:
 
     def recount(self) -> None:
         """Set the accounts' counts of pages to those of their trees; none are private then."""
+        self._share_out()
         self.resident = self.locked = self.private = self.spare = 0
         self._givers.clear()
         for account in self:
@@ -359,6 +365,13 @@ class Accounts:
         account.hit_tokens += hit_tokens
         account.prompt_tokens += prompt_tokens
         account.hit_rate += HIT_RATE_STEP * (hit_tokens / prompt_tokens - account.hit_rate)
+
+    def _share_out(self) -> None:
+        """Give every account what `divide` found."""
+        self.floors = self._reserved + sum(share.floor for share in self._shares.values())
+        for account in self:
+            account.quota = self._quotas.get(account.tenant, Quota())
+            account.share = self._share(account.tenant)
 
     def _share(self, tenant: str) -> Share:
         if tenant == PUBLIC_TENANT:

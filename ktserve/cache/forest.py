@@ -16,29 +16,22 @@ exception at any point loses nothing.
 from __future__ import annotations
 
 import heapq
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-import numpy as np
-
 from ktserve.cache.accounts import Account, Accounts
+from ktserve.cache.expiry import Expiries
+from ktserve.cache.explain import explain
 from ktserve.cache.ghosts import Ghosts
-from ktserve.cache.node import NO_CHILDREN, PAGE_ID_BYTES, Lease, Node, Tree
-from ktserve.cache.reasons import By, Reason
+from ktserve.cache.node import NO_CHILDREN, PAGE_ID_BYTES, Lease, Node, Place, Tree
+from ktserve.cache.reasons import Reason
 from ktserve.cache.records import Kind, Records, Why
 from ktserve.tenancy.namespace import Namespace
-from ktserve.tokens import TOKEN_BYTES
-
-SECOND = 1_000_000_000
-"""Ticks in a second."""
+from ktserve.tokens import TOKEN_BYTES, common_prefix
 
 EDGE_TOKENS = 8192
 """The longest edge. It bounds what a split copies; a longer prompt is a chain of nodes."""
-
-SIBLINGS_COMPARED = 8
-"""Edges that an explanation looks at to say where within a page a prompt went another way."""
 
 # Plain numbers, since a member of an enumeration costs a lookup at each use.
 _OPENED, _CLOSED, _GRAFTED = int(Kind.OPENED), int(Kind.CLOSED), int(Kind.GRAFTED)
@@ -58,22 +51,6 @@ class Behind(NamedTuple):
 
     public: int
     pages: int
-
-
-class Place(NamedTuple):
-    """Where a walk ended.
-
-    Attributes:
-        node: the last node that was matched whole.
-        at: the byte of the prompt where it ends.
-        child: the node after it that was matched in part, if any.
-        common: how many of its bytes, whole tokens.
-    """
-
-    node: Node
-    at: int
-    child: Node | None
-    common: int
 
 
 class RadixForest:
@@ -99,6 +76,7 @@ class RadixForest:
         self.page_size = page_size
         self.accounts = accounts
         self.ghosts = Ghosts()
+        self.expiries = Expiries()
         self._emit = None if records is None else records.emit
         self._clock = clock
         self._page_bytes = page_size * TOKEN_BYTES
@@ -107,7 +85,6 @@ class RadixForest:
         self._tick = 0
         self._last_node = 0
         self._last_tree = 0
-        self._due: list[tuple[int, int, Tree]] = []
 
     def trees(self) -> Iterator[Tree]:
         """Every tree that holds a page or a lease."""
@@ -182,7 +159,7 @@ class RadixForest:
         root = _root(tree, behind) or self._graft(tree, behind, tick)
         begin = 0 if behind is None else behind.pages * self._page_bytes
         place = self._walk(root, begin, tokens, max_pages)
-        reason = self._explain(place, tokens, max_pages, tick)
+        reason = explain(place, tokens, max_pages, self.page_size, self.ghosts, tick)
         node, at, child, common = place
         if child is not None:
             node = self._split(child, common // self._page_bytes, tick)
@@ -369,43 +346,19 @@ class RadixForest:
 
     # Times to live.
 
-    def watch_expiry(self, tree: Tree) -> None:
-        """Have `expired` look at ``tree`` when its tenant's time to live could have passed."""
-        ttl = tree.account.quota.cache_ttl
-        if ttl is None:
-            return
-        if len(self._due) > 2 * len(self._trees) + 64:
-            self.watch_expiries()  # most are of trees that are gone
-        else:
-            heapq.heappush(self._due, (tree.last_used + int(ttl * SECOND), tree.index, tree))
-
-    def watch_expiries(self) -> None:
-        """`watch_expiry` for every tree, and for no other."""
-        self._due = []
-        for tree in self._trees.values():
-            self.watch_expiry(tree)
+    def watch_expiry(self) -> None:
+        """Look at every tree's time to live anew: quotas or trees have changed."""
+        self.expiries.watch_all(self._trees.values())
 
     def expired(self) -> list[Tree]:
         """The namespaces that lay unused for longer than their tenant's ``cache_ttl``."""
-        found: dict[int, Tree] = {}
-        now = max(self._clock(), self._tick)
-        while self._due and self._due[0][0] <= now:
-            tree = heapq.heappop(self._due)[2]
-            ttl = tree.account.quota.cache_ttl
-            if ttl is None or self._trees.get(tree.namespace) is not tree:
-                continue
-            since = now if tree.leases else tree.last_used
-            due = since + int(ttl * SECOND)
-            if due <= now:
-                found[tree.index] = tree
-            else:
-                heapq.heappush(self._due, (due, tree.index, tree))
-        return list(found.values())
+        return self.expiries.expired(max(self._clock(), self._tick))
 
     @property
     def next_expiry(self) -> int | None:
         """Nanoseconds until `expired` can have something to say; None: it never will."""
-        return max(0, self._due[0][0] - self._clock()) if self._due else None
+        first = self.expiries.first
+        return None if first is None else max(0, first - self._clock())
 
     # The walk and the changes of shape.
 
@@ -562,7 +515,10 @@ class RadixForest:
         account = self.accounts.of(namespace.tenant)
         tree = Tree(namespace, account, self._last_tree, self._last_node, tick)
         self._trees[namespace] = account.trees[namespace] = tree
-        self.watch_expiry(tree)
+        if len(self.expiries) > 2 * len(self._trees) + 64:
+            self.watch_expiry()  # most are of trees that are gone
+        else:
+            self.expiries.watch(tree)
         if self._emit is not None:
             self._emit(_OPENED, tree.root.id, 0, tree.index, account.index, 0, 0, tick)
         return tree
@@ -622,31 +578,6 @@ class RadixForest:
             self.accounts.change(tree.account, 0, -freed)
         tree.account.queue(node)
 
-    def _explain(self, place: Place, tokens: bytes, max_pages: int, tick: int) -> Reason:
-        """Why a lookup ended at ``place``."""
-        node, at, child, common = place
-        page_bytes = self._page_bytes
-        found = (at + common) // page_bytes * self.page_size
-        end = at + common
-        if end < min(len(tokens) // page_bytes, max_pages) * page_bytes:
-            if child is not None:
-                return Reason(kind="diverged", tokens=found, at=end // TOKEN_BYTES)
-            page = tokens[at : at + page_bytes]
-            ghost = self.ghosts.find(node, page)
-            if ghost is not None:
-                return Reason(
-                    kind="evicted",
-                    tokens=found,
-                    at=found,
-                    seconds=(tick - ghost.tick) / SECOND,
-                    by=_by(ghost.why),
-                )
-            if node.children:
-                end += _shared_start(node, page)
-                if end:
-                    return Reason(kind="diverged", tokens=found, at=end // TOKEN_BYTES)
-        return Reason(kind="hit", tokens=found) if found else Reason(kind="cold")
-
 
 def _root(tree: Tree, behind: Behind | None) -> Node | None:
     return tree.root if behind is None else tree.grafts.get(behind.public)
@@ -657,31 +588,3 @@ def _raise_priority(node: Node, priority: int) -> None:
     while step is not None:
         step.priority = max(step.priority, priority)
         step = step.parent
-
-
-def _shared_start(node: Node, page: bytes) -> int:
-    """How many bytes of ``page``, whole tokens, begin an edge below ``node`` as well.
-
-    Looks at a few edges only: this is for an explanation.
-    """
-    best = 0
-    for child in itertools.islice(node.children.values(), SIBLINGS_COMPARED):
-        if child.key.startswith(page[:TOKEN_BYTES]):
-            best = max(best, common_prefix(page, 0, child.key, 0, len(page)))
-    return best
-
-
-def _by(why: int) -> By:
-    return "own" if why == _OWN else "other" if why == _OTHER else "system"
-
-
-def common_prefix(
-    left: bytes | bytearray, left_at: int, right: bytes | bytearray, right_at: int, limit: int
-) -> int:
-    """Equal bytes from the two places on, whole tokens, at most ``limit`` (whole tokens too)."""
-    count = limit // TOKEN_BYTES
-    a = np.frombuffer(left, dtype="<i4", count=count, offset=left_at)
-    b = np.frombuffer(right, dtype="<i4", count=count, offset=right_at)
-    differ = a != b
-    first = int(differ.argmax()) if count else 0
-    return first * TOKEN_BYTES if count and differ[first] else limit

@@ -8,6 +8,7 @@ explanation and nothing else.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import NamedTuple
 
 from ktserve.cache.node import Node
@@ -34,7 +35,8 @@ class Ghosts:
 
     def __init__(self, capacity: int = 4096) -> None:
         self._capacity = capacity
-        self._ghosts: dict[int, Ghost] = {}
+        # Not a dict: finding the oldest of one walks over all that were removed before it.
+        self._ghosts: OrderedDict[int, Ghost] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._ghosts)
@@ -43,10 +45,10 @@ class Ghosts:
         """Note that ``page``, which followed the end of ``above``, was evicted."""
         ghosts = self._ghosts
         place = _place(above, page)
-        ghosts.pop(place, None)  # so that the order is by time
         ghosts[place] = Ghost(tick, why)
+        ghosts.move_to_end(place)  # so that the order is by time
         if len(ghosts) > self._capacity:
-            del ghosts[next(iter(ghosts))]
+            ghosts.popitem(last=False)
 
     def find(self, above: Node, page: bytes) -> Ghost | None:
         """The eviction of ``page`` from the end of ``above``, if it is remembered."""
@@ -62,5 +64,7 @@ def _place(above: Node, page: bytes) -> int:
         return hash((above.id, page))
     # A root goes with its tree and comes back as another node.
     tree = above.tree
+    if above is tree.root:
+        return hash((tree.namespace, None, page))
     graft = next((public for public, root in tree.grafts.items() if root is above), None)
     return hash((tree.namespace, graft, page))

@@ -31,7 +31,7 @@ from ktserve.cache.records import Kind, Records, Why
 from ktserve.cache.repair import repair
 from ktserve.cache.tables import BlockTable
 from ktserve.tenancy.namespace import Namespace
-from ktserve.tenancy.shares import CacheSharing
+from ktserve.tenancy.shares import CacheSharing, Share
 from ktserve.tenancy.tenant import Quota
 from ktserve.tokens import TOKEN_BYTES
 
@@ -253,15 +253,15 @@ class CacheManager:
             parts = [path_pages(base.node), *parts]
         table.pages[: lease.length] = np.frombuffer(b"".join(parts), dtype=np.int64)
         table.cached_tokens = lease.length * self.page_size
-        self.tables.add(table)
         if first:
             table.reason = self._reason(reason, tokens, lookup=lookup)
             if self.enabled and lookup:
                 self._note_lookup(tree, tokens, table.cached_tokens)
         if len(tree.account.trees) > self._max_namespaces:
             crowd = max(1, self._max_namespaces // _CROWD_PART)
-            self._flush(self.forest.emptiest(tree.account, crowd), Why.NAMESPACES)
+            self._free(self.forest.flush(self.forest.emptiest(tree.account, crowd), Why.NAMESPACES))
         self._bound_nodes(tree.account)
+        self.tables.add(table)  # last: a caller that gets an exception has no table to close
         return table
 
     @_recovering
@@ -323,6 +323,7 @@ class CacheManager:
             self.forest.release(table.base)
         if (over := account.held - account.share.cap) > 0:
             self._free(self.forest.shrink(account, Why.QUOTA, pages=over))
+        self._bound_nodes(account)
 
     # Forgetting.
 
@@ -333,10 +334,11 @@ class CacheManager:
         tree = self.forest.tree(namespace)
         return 0 if tree is None else self._flush([tree], Why.FLUSHED)
 
+    @_recovering
     def expire(self) -> int:
         """Forget namespaces that lay unused beyond their tenant's ``cache_ttl``; pages freed."""
         expired = self.forest.expired()
-        return self._flush(expired, Why.EXPIRED) if expired else 0
+        return self._free(self.forest.flush(expired, Why.EXPIRED)) if expired else 0
 
     @property
     def next_expiry(self) -> int | None:
@@ -349,9 +351,7 @@ class CacheManager:
         Raises:
             ValueError: the quotas cannot be had together; nothing has changed.
         """
-        self.accounts.set_quotas(quotas)
-        self.forest.watch_expiries()
-        self._trim()
+        self._divide(quotas, self.accounts.divide(quotas))
 
     # What operators keep.
 
@@ -427,10 +427,9 @@ class CacheManager:
             return known
         # One page more while it is computed: for the token that a request has to generate.
         self._check_budget(pages + 1, f"public prefix {name}", instead=known)
-        self.withdraw(name)
         self._last_id += 1
         prefix = PublicPrefix(self._last_id, name, frozenset(readers), whole, pages)
-        self._public[name] = prefix
+        self._register(prefix)
         return prefix
 
     @_recovering
@@ -453,12 +452,8 @@ class CacheManager:
     def withdraw(self, name: str) -> None:
         """End a public prefix; who reads it at the moment goes on. Unknown names are ignored."""
         prefix = self._public.pop(name, None)
-        if prefix is None or prefix.lease is None:
-            return
-        self.forest.release(prefix.lease)
-        tree = self.forest.tree(prefix.namespace)
-        if tree is not None:
-            self._free(self.forest.flush([tree], Why.FLUSHED))
+        if prefix is not None:
+            self._retire(prefix)
 
     def leases(self) -> list[Lease]:
         """Every lease that somebody holds: tables, pins and public prefixes."""
@@ -478,7 +473,9 @@ class CacheManager:
     # Inside.
 
     @_recovering
-    def _trim(self) -> None:
+    def _divide(self, quotas: Mapping[str, Quota], shares: dict[str, Share]) -> None:
+        self.accounts.set_quotas(quotas, shares)
+        self.forest.watch_expiry()
         for account in self.accounts:
             if (over := account.held - account.share.cap) > 0:
                 self._free(self.forest.shrink(account, Why.QUOTA, pages=over))
@@ -540,6 +537,22 @@ class CacheManager:
             self._free(
                 self.forest.shrink(account, Why.NODES, nodes=account.nodes - self._max_nodes)
             )
+
+    @_recovering
+    def _register(self, prefix: PublicPrefix) -> None:
+        known = self._public.get(prefix.name)
+        self._public[prefix.name] = prefix
+        if known is not None:
+            self._retire(known)
+
+    def _retire(self, prefix: PublicPrefix) -> None:
+        """Forget what was kept for a public prefix that is not registered any more."""
+        if prefix.lease is None:
+            return
+        self.forest.release(prefix.lease)
+        tree = self.forest.tree(prefix.namespace)
+        if tree is not None:
+            self._free(self.forest.flush([tree], Why.FLUSHED))
 
     @_recovering
     def _flush(self, trees: Iterable[Tree], why: Why) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ktserve.tenancy.namespace import Namespace
 
@@ -172,6 +172,22 @@ class Lease:
         self.length = length
         self.request = request
         self.held = True
+
+
+class Place(NamedTuple):
+    """Where a walk ended.
+
+    Attributes:
+        node: the last node that was matched whole.
+        at: the byte of the prompt where it ends.
+        child: the node after it that was matched in part, if any.
+        common: how many of its bytes, whole tokens.
+    """
+
+    node: Node
+    at: int
+    child: Node | None
+    common: int
 
 
 def path_pages(node: Node) -> bytearray:

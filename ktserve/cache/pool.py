@@ -52,14 +52,18 @@ class PagePool:
         Raises:
             DoubleFree: one of them is free already, or stands twice in ``pages``.
         """
+        count = len(pages)
+        if not count:
+            return
         # A page that stands twice is found at the later of its places alone.
-        places = np.arange(len(pages), dtype=np.int32)
+        places = np.arange(count, dtype=np.int32)
         self._place[pages] = places
-        if not self._out[pages].all() or not (self._place[pages] == places).all():
+        known = self._out[pages] & (self._place[pages] == places)
+        if np.count_nonzero(known) < count:
             raise DoubleFree("a page came back that was not out")
         self._out[pages] = False
-        self._stack[self._free : self._free + len(pages)] = pages
-        self._free += len(pages)
+        self._stack[self._free : self._free + count] = pages
+        self._free += count
 
     def keep(self, pages: PageIds) -> None:
         """Make ``pages`` the ones that somebody holds, and all others free."""

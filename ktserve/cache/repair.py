@@ -34,7 +34,7 @@ def repair(cache: CacheManager) -> None:
             node.locks = 0
             node.queued = False
         tree.leases = 0
-        _order_ages(tree)
+        _order(tree)
     for lease in cache.leases():
         lease.node.tree.leases += 1
         depth = 0
@@ -63,15 +63,18 @@ def repair(cache: CacheManager) -> None:
     for account in accounts:
         own = list(account.trees.values())
         account.requeue(node for tree in own for node in tree.walk())
-    forest.watch_expiries()
+    forest.watch_expiry()
     cache.pool.keep(np.concatenate(held) if held else np.empty(0, dtype=np.int64))
 
 
-def _order_ages(tree: Tree) -> None:
-    """No node is older than one below it."""
-    for node in reversed(list(tree.walk())):
-        assert node.parent is not None
-        node.parent.last_used = max(node.parent.last_used, node.last_used)
+def _order(tree: Tree) -> None:
+    """Who reaches a node has reached those above it: no less used, nor less important."""
+    for node in reversed(list(tree.walk())):  # children before parents
+        parent = node.parent
+        assert parent is not None
+        parent.last_used = max(parent.last_used, node.last_used)
+        parent.hits = max(parent.hits, node.hits)
+        parent.priority = max(parent.priority, node.priority)
 
 
 def _recount(tree: Tree) -> None:

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ktserve.cache import CacheManager
-from ktserve.cache.forest import common_prefix
 from ktserve.engine.sequence import Sequence
 from ktserve.messages import RequestFailed
-from ktserve.tokens import TOKEN_BYTES
+from ktserve.tokens import TOKEN_BYTES, common_prefix
 
 MAX_PREEMPTIONS = 3
 
