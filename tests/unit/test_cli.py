@@ -97,6 +97,7 @@ def test_help_lists_every_flag_under_its_group() -> None:
         ("run",),
         ("bench", "serve"),
         ("bench", "cache"),
+        ("bench", "replay"),
         ("tenants", "new"),
         ("tenants", "add-key"),
         ("tenants", "list"),
