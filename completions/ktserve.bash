@@ -4,7 +4,7 @@ _ktserve() {
     COMPREPLY=()
     for ((i = 1; i < COMP_CWORD; i++)); do
         case "$path ${COMP_WORDS[i]}" in
-            " run" | " tenants" | " tenants new" | " tenants add-key" | " tenants list" | " tenants check" | " bench" | " bench serve" | " bench cache") path="$path ${COMP_WORDS[i]}" ;;
+            " run" | " tenants" | " tenants new" | " tenants add-key" | " tenants list" | " tenants check" | " bench" | " bench serve" | " bench cache" | " bench replay") path="$path ${COMP_WORDS[i]}" ;;
         esac
     done
     case "$path $before" in
@@ -20,6 +20,11 @@ _ktserve() {
         " run --page-size") return ;;
         " run --max-total-tokens") return ;;
         " run --mem-fraction-static") return ;;
+        " run --cache-sharing") COMPREPLY=($(compgen -W "shared floors partitioned" -- "$word")); return ;;
+        " run --radix-eviction-policy") COMPREPLY=($(compgen -W "lru lfu slru fifo priority" -- "$word")); return ;;
+        " run --max-namespaces") return ;;
+        " run --max-nodes") return ;;
+        " run --pin-budget") return ;;
         " run --max-running-requests") return ;;
         " run --max-queued-requests") return ;;
         " run --chunked-prefill-size") return ;;
@@ -66,23 +71,37 @@ _ktserve() {
         " bench serve --request-timeout") return ;;
         " bench serve --time-limit") return ;;
         " bench serve --json") return ;;
+        " bench cache --operation") return ;;
+        " bench cache --prompt-tokens") return ;;
         " bench cache --nodes") return ;;
         " bench cache --page-size") return ;;
         " bench cache --namespaces") return ;;
+        " bench cache --tenants") return ;;
+        " bench cache --records") COMPREPLY=($(compgen -W "off on" -- "$word")); return ;;
         " bench cache --repetitions") return ;;
         " bench cache --json") return ;;
+        " bench replay --pages") return ;;
+        " bench replay --sharing") COMPREPLY=($(compgen -W "shared floors partitioned" -- "$word")); return ;;
+        " bench replay --policy") COMPREPLY=($(compgen -W "lru lfu slru fifo" -- "$word")); return ;;
+        " bench replay --tenants") return ;;
+        " bench replay --spread") return ;;
+        " bench replay --scans") return ;;
+        " bench replay --scanner-share") return ;;
+        " bench replay --seeds") return ;;
+        " bench replay --json") return ;;
     esac
     case "$path" in
         "") COMPREPLY=($(compgen -W "run tenants bench --version -h --help" -- "$word")); ;;
-        " run") COMPREPLY=($(compgen -W "--model-path --model --served-model-name --load-format --revision --chat-template --cache-dir --context-length --dtype --random-seed --page-size --max-total-tokens --mem-fraction-static --disable-radix-cache --no-disable-radix-cache --max-running-requests --max-queued-requests --chunked-prefill-size --max-num-batched-tokens --schedule-policy --device --attention-backend --cpu-threads --cpu-weights --disable-cuda-graph --no-disable-cuda-graph --tp-size --tensor-parallel-size --host --port --api-key --tenants --ssl-certfile --ssl-keyfile --max-request-bytes --max-header-bytes --name --runtime-dir --drain-timeout --enable-metrics --no-enable-metrics --log-level --log-format --config --dry-run -h --help" -- "$word")); ;;
+        " run") COMPREPLY=($(compgen -W "--model-path --model --served-model-name --load-format --revision --chat-template --cache-dir --context-length --dtype --random-seed --page-size --max-total-tokens --mem-fraction-static --cache-sharing --radix-eviction-policy --max-namespaces --max-nodes --pin-budget --disable-radix-cache --no-disable-radix-cache --max-running-requests --max-queued-requests --chunked-prefill-size --max-num-batched-tokens --schedule-policy --device --attention-backend --cpu-threads --cpu-weights --disable-cuda-graph --no-disable-cuda-graph --tp-size --tensor-parallel-size --host --port --api-key --tenants --ssl-certfile --ssl-keyfile --max-request-bytes --max-header-bytes --name --runtime-dir --drain-timeout --enable-metrics --no-enable-metrics --log-level --log-format --config --dry-run -h --help" -- "$word")); ;;
         " tenants") COMPREPLY=($(compgen -W "new add-key list check -h --help" -- "$word")); ;;
         " tenants new") COMPREPLY=($(compgen -W "--file --label -h --help" -- "$word")); ;;
         " tenants add-key") COMPREPLY=($(compgen -W "--file -h --help" -- "$word")); ;;
         " tenants list") COMPREPLY=($(compgen -W "--file --json -h --help" -- "$word")); ;;
         " tenants check") COMPREPLY=($(compgen -W "-h --help" -- "$word")); ;;
-        " bench") COMPREPLY=($(compgen -W "serve cache -h --help" -- "$word")); ;;
+        " bench") COMPREPLY=($(compgen -W "serve cache replay -h --help" -- "$word")); ;;
         " bench serve") COMPREPLY=($(compgen -W "--url --model --api-key --extra-body --vs --vs-model --vs-api-key --vs-extra-body --endpoint --workload --concurrency --runs --prompt-tokens --output-tokens --seed --request-timeout --time-limit --json --allow-remote -h --help" -- "$word")); ;;
-        " bench cache") COMPREPLY=($(compgen -W "--nodes --page-size --namespaces --repetitions --json -h --help" -- "$word")); ;;
+        " bench cache") COMPREPLY=($(compgen -W "--operation --prompt-tokens --nodes --page-size --namespaces --tenants --records --matrix --repetitions --json -h --help" -- "$word")); ;;
+        " bench replay") COMPREPLY=($(compgen -W "--pages --sharing --policy --tenants --spread --scans --scanner-share --seeds --json -h --help" -- "$word")); ;;
     esac
 }
 complete -o default -F _ktserve ktserve

@@ -12,7 +12,11 @@ from ktserve.config import Settings
 from ktserve.logs import clean
 from ktserve.messages import EngineInfo
 
-CACHE_SHARING = "one LRU, shared by all tenants"
+_SHARING = {
+    "shared": "one order over all tenants",
+    "floors": "a floor for each tenant",
+    "partitioned": "fixed parts",
+}
 
 # A socket for :: takes IPv6 alone.
 _LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
@@ -40,12 +44,19 @@ def banner_rows(
         ("precision", info.dtype),
         ("pool", f"{info.pool_tokens:,} tokens in {pages:,} pages of {info.page_size:,}"),
         ("context", f"{info.context_length:,} tokens"),
-        ("cache", CACHE_SHARING),
+        ("cache", _cache(settings)),
         ("tenants", who),
         *_address_rows(url),
         ("sockets", str(runtime_dir)),
     ]
     return [(label, clean(text)) for label, text in rows]
+
+
+def _cache(settings: Settings) -> str:
+    if settings.disable_radix_cache:
+        return "off, every prompt is computed in full"
+    mode, policy = settings.cache_sharing, settings.radix_eviction_policy
+    return f"{mode} ({_SHARING[mode]}), eviction: {policy}"
 
 
 def _address_rows(url: str) -> list[tuple[str, str]]:

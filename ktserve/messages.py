@@ -189,6 +189,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         dtype: the precision in words, of the weights too where theirs is another.
         context_length: the most tokens of one sequence, prompt and output together.
         pool_tokens: tokens that the page pool holds; no sequence can be longer.
+        capacity_tokens: by tenant, the most tokens that one of its sequences can get of the pool,
+            whatever the others keep.
         vocab_size: ids below it are valid in a prompt.
         weight_bytes: bytes of weights on the device.
         eos_token_ids: the ids that end a sequence.
@@ -202,6 +204,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int
     page_size: int
     pool_tokens: int
+    capacity_tokens: dict[str, int]
     kv_bytes_per_token: int
     weight_bytes: int
     vocab_size: int

@@ -20,6 +20,7 @@ TABLES: Mapping[str, FieldTable] = {
     "tokenize": fields.TOKENIZE_FIELDS,
     "detokenize": fields.DETOKENIZE_FIELDS,
     "stream_options": fields.STREAM_OPTION_FIELDS,
+    "cache": fields.CACHE_FIELDS,
 }
 
 FATES = {

@@ -17,10 +17,11 @@ from ktserve.api.app import create_app
 from ktserve.api.detokenizer import UnsupportedTokenizer
 from ktserve.api.engine_client import EngineClient
 from ktserve.api.http_protocol import client_faults_at_debug, limited_protocol
+from ktserve.api.public_prefixes import UnusablePublicPrefix, check_context, tokenized
 from ktserve.api.service import Service
 from ktserve.config import Settings
 from ktserve.ipc import ChildConfig, SupervisorLink, exit_with_supervisor, read_child_config
-from ktserve.messages import ApiReady, Drain, Drained, EngineReady, Stop
+from ktserve.messages import ApiReady, Drain, Drained, EngineReady, PublicPrefix, Stop
 from ktserve.models.packaged import PackagedModelMissing
 from ktserve.models.source import ModelNotFound, ModelSource, locate, resolve
 from ktserve.models.tokenizer import InvalidTokenizer, load_tokenizer
@@ -44,6 +45,7 @@ _USER_ERRORS = (
     ModelNotFound,
     PackagedModelMissing,
     TenantsFileError,
+    UnusablePublicPrefix,
     UnsupportedTokenizer,
 )
 
@@ -117,6 +119,7 @@ class ApiProcess:
         self._drain = asyncio.Event()
         self._server: uvicorn.Server | None = None
         self._service: Service | None = None
+        self._public: tuple[PublicPrefix, ...] = ()
 
     async def run(self) -> int:
         """Serve until the supervisor says Stop; the exit status."""
@@ -160,7 +163,12 @@ class ApiProcess:
                 self._config.pseudonym_key,
                 self._settings.served_model_name or source.name,
             )
-            self._service = app.state.service
+            service: Service = app.state.service
+            self._public = await tokenized(tenants.public, service.tokenization)
+            if self._engine.info is not None:
+                check_context(self._public, self._engine.info)
+            self._engine.publish(self._public)
+            self._service = service
             self._server = uvicorn.Server(uvicorn_config(app, self._settings))
             # The socket listens already: what connects now waits in its backlog.
             await self._link.send(ApiReady(url=url_of(self._settings, listening)))
@@ -185,6 +193,8 @@ class ApiProcess:
         """Act on what the supervisor says; returns when the server is to stop."""
         while True:
             message = await self._link.receive()
+            if isinstance(message, EngineReady):
+                check_context(self._public, message.info)
             await self._engine.on_supervisor_message(message)
             match message:
                 case EngineReady():

@@ -8,6 +8,7 @@ from msgspec import UNSET
 
 from ktserve.api import fields
 from ktserve.api.answering import Choice, Plan
+from ktserve.api.caching import read_cache
 from ktserve.api.conversation import read_messages
 from ktserve.api.errors import invalid
 from ktserve.api.generation import TokenReport
@@ -51,6 +52,7 @@ async def plan_chat(service: Service, place: Place, body: Mapping[str, object]) 
     if top is not None and not reports:
         raise invalid("top_logprobs", "needs logprobs; set logprobs to true")
     sampling = read_sampling(body, info, (top or 0) if reports else None)
+    cache = read_cache(body, service.settings)
     stream, include_usage = read_stream(body)
     take_places(place, 1, sampling.n)
     text = await service.tokenization.render(conversation, info)
@@ -67,6 +69,7 @@ async def plan_chat(service: Service, place: Place, body: Mapping[str, object]) 
             info,
             prompts,
             sampling,
+            cache,
             default_max_tokens=None,
             param="messages",
         ),

@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from ktserve.api import checks, fields
 from ktserve.api.answering import Choice, Plan
+from ktserve.api.caching import read_cache
 from ktserve.api.errors import invalid
 from ktserve.api.generation import TokenReport
 from ktserve.api.limits import Place
@@ -46,6 +47,7 @@ async def plan_completion(service: Service, place: Place, body: Mapping[str, obj
         raise invalid(
             "best_of", f"must equal n, which is {sampling.n}, in this version; leave it out"
         )
+    cache = read_cache(body, service.settings)
     stream, include_usage = read_stream(body)
     take_places(place, len(prompt_namespaces), sampling.n)
     tokens = batch.token_ids or await service.tokenization.encode_prompts(
@@ -64,6 +66,7 @@ async def plan_completion(service: Service, place: Place, body: Mapping[str, obj
             info,
             prompts,
             sampling,
+            cache,
             default_max_tokens=DEFAULT_MAX_TOKENS,
             param="prompt",
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 
 import msgspec
 import zmq
@@ -21,6 +21,7 @@ from ktserve.messages import (
     EngineStats,
     FromEngine,
     FromSupervisor,
+    PublicPrefix,
     Request,
     RequestFailed,
     ToEngine,
@@ -70,6 +71,7 @@ class EngineClient:
         self._context = zmq.asyncio.Context()
         self._connection: _Connection | None = None
         self._request_ids = itertools.count(GREETING_ID + 1)
+        self._public: tuple[PublicPrefix, ...] = ()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -77,6 +79,12 @@ class EngineClient:
     def next_request_id(self) -> int:
         """An id that no request of this process had before."""
         return next(self._request_ids)
+
+    def publish(self, prefixes: Iterable[PublicPrefix]) -> None:
+        """Tell of public prefixes: the ready engine now, and every later one before requests."""
+        self._public = tuple(prefixes)
+        if self._connection is not None:
+            self._connection.publish(self._public)
 
     async def stream(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
         """Send ``request`` and yield what the engine makes of it, until an output has ``finish``.
@@ -152,6 +160,7 @@ class EngineClient:
         socket.set(zmq.IDENTITY, self._identity)
         socket.connect(ready.endpoint)
         self._connection = _Connection(ready.boot, socket, self)
+        self._connection.publish(self._public)
         self.info = ready.info
 
     def _disconnect(self, reason: str) -> None:
@@ -180,6 +189,11 @@ class _Connection:
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._send(Abort(request_id=GREETING_ID))
         self._reader = asyncio.create_task(self._read(), name="engine-reader")
+
+    def publish(self, prefixes: Iterable[PublicPrefix]) -> None:
+        """Tell the engine of ``prefixes``; there is no answer."""
+        for prefix in prefixes:
+            self._send(prefix)
 
     def begin(self, request: Request) -> asyncio.Queue[TokenOutput | EngineError]:
         """Send ``request``; its outputs, or the error that ends it, come through the queue."""

@@ -19,6 +19,7 @@ T_co = TypeVar("T_co", covariant=True)
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 MAX_TOKENS = 2**31 - 1
+MAX_PRIORITY = 100
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,14 @@ class Honoured(Generic[T_co]):
     check: Callable[[str, object], T_co]
     meaning: str
 
-    def of(self, body: Mapping[str, object]) -> T_co | None:
-        """The checked value, or None where it is absent or null."""
+    def of(self, body: Mapping[str, object], within: str = "") -> T_co | None:
+        """The checked value, or None where it is absent or null.
+
+        Args:
+            within: what stands before the field's name where ``body`` is a part of the whole.
+        """
         value = body.get(self.name)
-        return None if value is None else self.check(self.name, value)
+        return None if value is None else self.check(within + self.name, value)
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,14 @@ LOGPROBS = Honoured("logprobs", checks.whole(0, MAX_LOGPROBS), "alternatives for
 BEST_OF = Honoured("best_of", checks.whole(1, MAX_CHOICES), "accepted where it equals n")
 CACHE_SALT = Honoured("cache_salt", unchecked, "subdivides the tenant's cache")
 EXTRA_KEY = Honoured("extra_key", unchecked, "subdivides the tenant's cache, independently")
+CACHE = Honoured("cache", checks.mapping, "how this request uses the cache: an object")
+INSERT = _boolean("insert", "keep what this request computes; true unless set")
+LOOKUP = _boolean("lookup", "start from what is kept; true unless set")
+PRIORITY = Honoured(
+    "priority",
+    checks.whole(0, MAX_PRIORITY),
+    "what has a higher one is evicted later, with `--radix-eviction-policy priority`",
+)
 TOKENS = Honoured("tokens", checks.array, "the token ids")
 ADD_SPECIAL_TOKENS = _boolean("add_special_tokens", "add the tokenizer's own first and last tokens")
 ADD_GENERATION_PROMPT = _boolean("add_generation_prompt", "end with the assistant's opening")
@@ -179,7 +192,7 @@ RETURN_TOKEN_STRS = _boolean("return_token_strs", "give each token's text too")
 _SAMPLING: tuple[Honoured[object], ...] = (
     N, MIN_TOKENS, TEMPERATURE, TOP_P, TOP_K, MIN_P, PRESENCE_PENALTY, FREQUENCY_PENALTY,
     REPETITION_PENALTY, LOGIT_BIAS, SEED, STOP, STOP_TOKEN_IDS, IGNORE_EOS, STREAM, STREAM_OPTIONS,
-    CACHE_SALT, EXTRA_KEY,
+    CACHE_SALT, EXTRA_KEY, CACHE,
 )  # fmt: skip
 
 _INERT = (
@@ -282,6 +295,8 @@ STREAM_OPTION_FIELDS = FieldTable(
     _boolean("include_usage", "a last chunk with the usage"),
     Inert("include_obfuscation", checks.boolean, "nothing is padded"),
 )
+
+CACHE_FIELDS = FieldTable(INSERT, LOOKUP, PRIORITY)
 
 
 def listed(tables: Mapping[str, FieldTable]) -> Sequence[tuple[str, str, str, str]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ktserve.api.errors import ApiError
 from ktserve.messages import EngineInfo
+from ktserve.tenancy.shares import CacheSharing
 from ktserve.tenancy.tenants import Tenant
 
 BUSY_RETRY_S = 1
@@ -17,13 +18,20 @@ DRAINING_RETRY_S = 5
 
 
 def fit(
-    prompt_tokens: int, asked: int | None, field: str, info: EngineInfo, tenant: Tenant, param: str
+    prompt_tokens: int,
+    asked: int | None,
+    field: str,
+    info: EngineInfo,
+    tenant: Tenant,
+    sharing: CacheSharing,
+    param: str,
 ) -> int:
     """How many tokens may be generated after a prompt of ``prompt_tokens``.
 
     Args:
         asked: what the request asks for; None is all that fits.
         field: the field that asks, for the message.
+        sharing: how tenants share the page pool, for the message.
         param: the field that holds the prompt.
 
     Raises:
@@ -33,7 +41,7 @@ def fit(
         raise ApiError(
             400, f"{param} has no tokens; send at least one", code="empty_prompt", param=param
         )
-    room, what, code = _room(info, tenant)
+    room, what, code = _room(info, tenant, sharing)
     if prompt_tokens + (asked or 1) > room:
         output = f"and {field} is {asked}, together {prompt_tokens + asked}" if asked else ""
         remedy = f"shorten the prompt or lower {field}" if asked else "shorten the prompt"
@@ -136,11 +144,16 @@ class Admissions:
                 self._idle.set()
 
 
-def _room(info: EngineInfo, tenant: Tenant) -> tuple[int, str, str]:
+def _room(info: EngineInfo, tenant: Tenant, sharing: CacheSharing) -> tuple[int, str, str]:
     rooms = [
         (info.context_length, "the model's context_length", "context_length_exceeded"),
         (info.pool_tokens, "the server's page pool", "pool_exceeded"),
     ]
+    # A file of tenants that has changed since the engine started may name one that it does not
+    # know: the engine then checks by itself what it can give.
+    if (capacity := info.capacity_tokens.get(tenant.name)) is not None:
+        what = f"what the tenant can get of the server's page pool (--cache-sharing {sharing})"
+        rooms.append((capacity, what, "tenant_pool_exceeded"))
     if tenant.limits.max_context is not None:
         rooms.append(
             (tenant.limits.max_context, "the tenant's limit, max_context,", "tenant_max_context")

@@ -15,7 +15,7 @@ from ktserve.api.generation import Job
 from ktserve.api.limits import Place, fit
 from ktserve.api.sampling import Sampling, choice_seed
 from ktserve.api.service import Service
-from ktserve.messages import EngineInfo, Request
+from ktserve.messages import CacheOptions, EngineInfo, Request
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.tenants import Tenant
 from ktserve.tokens import pack
@@ -76,6 +76,7 @@ def jobs_for(
     info: EngineInfo,
     prompts: Sequence[Prompt],
     sampling: Sampling,
+    cache: CacheOptions,
     *,
     default_max_tokens: int | None,
     param: str,
@@ -97,6 +98,7 @@ def jobs_for(
             sampling.max_tokens_field,
             info,
             tenant,
+            service.settings.cache_sharing,
             param,
         )
         if sampling.max_tokens is None and default_max_tokens is not None:
@@ -119,6 +121,7 @@ def jobs_for(
                 namespace=prompt.namespace,
                 prompt=packed,
                 sampling=params,
+                cache=cache,
             )
             jobs.append(Job(request=request, prompt=place, stops=sampling.stops))
     return tuple(jobs)

@@ -133,7 +133,7 @@ class Tokenization:
             ApiError: 400, the messages are too long, the model has no template, or its template
                 refuses the conversation or would ignore a message's name.
         """
-        if self._tokenizer.chat_template is None:
+        if not self.has_chat_template:
             raise ApiError(
                 400,
                 "the model has no chat template; use /v1/completions, or start the server with "
@@ -146,7 +146,7 @@ class Tokenization:
 
         def work() -> str:
             self._check_names(messages)
-            return self._apply_template(messages, add_generation_prompt=add_generation_prompt)
+            return self.apply_template(messages, add_generation_prompt=add_generation_prompt)
 
         size = sum(MESSAGE_CHARACTERS + sum(map(len, message.values())) for message in messages)
         try:
@@ -158,6 +158,23 @@ class Tokenization:
                 code="chat_template_error",
                 param="messages",
             ) from None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chats can be rendered."""
+        return self._tokenizer.chat_template is not None
+
+    def apply_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+        """As `render`, at once and unchecked.
+
+        Raises:
+            jinja2.TemplateError: the template refuses the conversation.
+        """
+        return str(
+            self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        )
 
     def _check_names(self, messages: list[dict[str, str]]) -> None:
         """Raise the 400 for the first ``name`` that the template does not write.
@@ -176,7 +193,7 @@ class Tokenization:
             {**message, "name": words[place]} if place in words else message
             for place, message in enumerate(messages)
         ]
-        text = self._apply_template(trial, add_generation_prompt=False)
+        text = self.apply_template(trial, add_generation_prompt=False)
         for place, word in words.items():
             if word not in text:
                 raise invalid(
@@ -184,15 +201,6 @@ class Tokenization:
                     "is not supported: the model's chat template does not write it; leave it out",
                     code="unsupported_parameter",
                 )
-
-    def _apply_template(
-        self, messages: list[dict[str, str]], *, add_generation_prompt: bool
-    ) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        )
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -1,143 +1,147 @@
-"""The prefix cache alone, without a model: what its operations cost, in microseconds.
+"""The prefix cache alone, without a model: what its operations cost.
 
-Every operation is timed by itself on a forest of a given size, and the median of its repetitions is
-the figure: a collection or an interrupt in between does not count, its greatest value shows it.
+Every operation is timed by itself on a forest that was filled before, and the median of its
+repetitions is the figure: a collection or an interrupt in between does not count, its greatest
+value shows it.
 """
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
 
-import numpy as np
-
+from ktserve.bench.filled_forest import FilledForest
 from ktserve.bench.workloads import Figure
-from ktserve.cache import CacheManager, PagePool
-from ktserve.cache.pool import PageIds
-from ktserve.tenancy.namespace import Namespace
-from ktserve.tokens import TOKEN_BYTES
 
-TURN_TOKENS = 256
-"""By how much a conversation grows at a time."""
-
-FILLER_PAGES = 8
-"""Pages of each prompt that only fills the forest."""
-
-EVICTED_TOKENS = 64
+Operation = Literal["lookup", "insert", "split", "lock", "evict", "request", "memory"]
+Records = Literal["off", "on"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What is measured.
+class Case:
+    """One forest.
 
     Attributes:
-        nodes: prompts that fill the forest before anything is timed, each a node of its own.
+        nodes: that fill it before anything is timed, one for each prompt.
         page_size: tokens a page.
-        namespaces: over which the filling is spread.
-        prompt_tokens: lengths of the prompts that are timed.
-        repetitions: of each operation.
+        namespaces: over which these are spread, one each in turn.
+        tenants: whose the namespaces are, of equal weight, in the mode ``floors``.
+        records: whether changes are recorded.
     """
 
     nodes: int = 100_000
     page_size: int = 16
     namespaces: int = 1
+    tenants: int = 1
+    records: Records = "off"
+
+    def differing(self, other: Case) -> str:
+        """What is not as in ``other``, for the names of figures."""
+        ours = {one.name: getattr(self, one.name) for one in fields(self)}
+        return ", ".join(
+            f"{name.replace('_', ' ')} {value}"
+            for name, value in ours.items()
+            if value != getattr(other, name)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured.
+
+    The first value of each list makes the first case. Each further value is a case that differs
+    from it in this one thing, so that a long list costs its length and not a product.
+
+    Attributes:
+        operations: any of `Operation`, in any order.
+        prompt_tokens: lengths of the prompts that are timed.
+        repetitions: of each operation.
+    """
+
+    operations: tuple[Operation, ...] = get_args(Operation)
     prompt_tokens: tuple[int, ...] = (512, 8192, 131_072)
+    nodes: tuple[int, ...] = (100_000,)
+    page_size: tuple[int, ...] = (16,)
+    namespaces: tuple[int, ...] = (1,)
+    tenants: tuple[int, ...] = (1,)
+    records: tuple[Records, ...] = ("off",)
     repetitions: int = 50
 
-
-def measure(shape: Shape, progress: Callable[[str], None]) -> Iterator[Figure]:
-    """Fill a forest and time its operations: a figure for each repetition of each of them."""
-    progress(f"filling the forest with {shape.nodes:,} nodes")
-    bench = _Bench(shape)
-    for tokens in shape.prompt_tokens:
-        progress(f"prompts of {tokens:,} tokens")
-        yield from bench.prompts(tokens)
-    progress("eviction")
-    yield from bench.evictions()
-
-
-class _Bench:
-    def __init__(self, shape: Shape) -> None:
-        self._shape = shape
-        self._random = np.random.default_rng(0)
-        self._namespaces = [
-            Namespace(tenant="bench", cache_salt=f"salt-{n}", extra_key=None, adapter=None)
-            for n in range(shape.namespaces)
+    def cases(self) -> list[Case]:
+        """The forests, the one that the others are compared with first."""
+        base = Case(**{one.name: getattr(self, one.name)[0] for one in fields(Case)})
+        return [base] + [
+            replace(base, **{one.name: value})
+            for one in fields(Case)
+            for value in getattr(self, one.name)[1:]
         ]
-        longest = max(shape.prompt_tokens) // shape.page_size
-        room = shape.nodes * FILLER_PAGES + 3 * (shape.repetitions + 2) * longest
-        self._cache = CacheManager(PagePool(room), shape.page_size)
-        for namespace in itertools.islice(itertools.cycle(self._namespaces), shape.nodes):
-            self._insert(namespace, self._tokens(FILLER_PAGES * shape.page_size))
-
-    def prompts(self, tokens: int) -> Iterator[Figure]:
-        """Every operation on prompts of ``tokens`` tokens."""
-        pages = tokens // self._shape.page_size
-        namespace = self._namespaces[0]
-        forest = self._cache.forest
-        whole, grown = self._tokens(tokens), self._tokens(tokens)
-        self._insert(namespace, whole)
-        for end in range(TURN_TOKENS, tokens + 1, TURN_TOKENS):
-            self._insert(namespace, grown[: end * TOKEN_BYTES])
-        for lies, prompt in (("one edge", whole), ("grown", grown)):
-            for _ in range(self._shape.repetitions):
-                with _timed(f"lookup, {tokens:,} tokens, {lies}") as looked_up:
-                    forest.peek(namespace, prompt, pages)
-                yield looked_up.figure
-                with _timed(f"lease and release, {tokens:,} tokens, {lies}") as leased:
-                    forest.release(forest.match(namespace, prompt, pages)[0])
-                yield leased.figure
-        for _ in range(self._shape.repetitions):
-            prompt = self._tokens(tokens)
-            lease, _ = forest.match(namespace, prompt, pages)
-            own = self._take(pages)
-            with _timed(f"insert, {tokens:,} tokens") as inserted:
-                forest.extend(lease, prompt, own)
-            yield inserted.figure
-            forest.release(lease)
-            with _timed(f"split, {tokens:,} tokens") as split:
-                lease, _ = forest.match(namespace, prompt, pages // 2)
-            yield split.figure
-            forest.release(lease)
-
-    def evictions(self) -> Iterator[Figure]:
-        """Giving up a few pages of a full forest; they go back to the pool untimed."""
-        count = -(-EVICTED_TOKENS // self._shape.page_size)
-        for _ in range(self._shape.repetitions):
-            with _timed(f"evict {EVICTED_TOKENS} tokens") as evicted:
-                pages = self._cache.forest.evict(count)
-            yield evicted.figure
-            self._cache.pool.give_back(pages)
-
-    def _insert(self, namespace: Namespace, prompt: bytes) -> None:
-        pages = len(prompt) // TOKEN_BYTES // self._shape.page_size
-        table = self._cache.open(namespace, prompt)
-        self._cache.grow(table, pages * self._shape.page_size)
-        self._cache.close(table, prompt)
-
-    def _take(self, pages: int) -> PageIds:
-        missing = pages - self._cache.pool.free
-        if missing > 0:
-            self._cache.pool.give_back(self._cache.forest.evict(missing))
-        return self._cache.pool.take(pages)
-
-    def _tokens(self, count: int) -> bytes:
-        return self._random.integers(0, 50_000, count, dtype=np.int32).tobytes()
 
 
-class _timed:
-    """Times the block under it; `figure` is there once it has ended."""
+def measure(plan: Plan, progress: Callable[[str], None]) -> Iterator[Figure]:
+    """A figure for each repetition of each operation, forest by forest."""
+    base, *_ = cases = plan.cases()
+    for case in cases:
+        differing = case.differing(base)
+        progress(f"filling a forest with {case.nodes:,} nodes{differing and f' ({differing})'}")
+        for figure in _figures(case, plan, progress):
+            yield replace(figure, name=figure.name + (differing and f" [{differing}]"))
 
-    def __init__(self, name: str) -> None:
-        self._name = name
 
-    def __enter__(self) -> Self:
-        self._began = time.perf_counter()
-        return self
+def _figures(case: Case, plan: Plan, progress: Callable[[str], None]) -> Iterator[Figure]:
+    wanted, often = plan.operations, plan.repetitions
+    forest = _filled(case, plan, recorded=case.records == "on")
+    for tokens in plan.prompt_tokens:
+        progress(f"prompts of {tokens:,} tokens")
+        for lies, prompt in forest.prompts(tokens).items():
+            if "lookup" in wanted:
+                yield from forest.lookups(prompt, f"{tokens:,} tokens, {lies}", often)
+            if "lock" in wanted:
+                yield from forest.locks(prompt, f"{tokens:,} tokens, {lies}", often)
+        if "insert" in wanted or "split" in wanted:
+            kinds = [kind for kind in ("insert", "split") if kind in wanted]
+            for figure in forest.insertions(tokens, often):
+                if figure.name.startswith(tuple(kinds)):
+                    yield figure
+    if "evict" in wanted:
+        progress("eviction")
+        yield from forest.evictions(often)
+    if "request" in wanted:
+        progress("whole requests, with records and without")
+        del forest
+        pair = [_filled(case, plan, recorded=recorded) for recorded in (False, True)]
+        for tokens in plan.prompt_tokens:
+            yield from _requests(pair, tokens, often)
+    if "memory" in wanted:
+        progress("memory")
+        yield FilledForest.memory(case.page_size)
 
-    def __exit__(self, *_: object) -> None:
-        seconds = time.perf_counter() - self._began
-        self.figure = Figure(self._name, seconds * 1e6, "us", "less")
+
+def _filled(case: Case, plan: Plan, *, recorded: bool) -> FilledForest:
+    return FilledForest(
+        nodes=case.nodes,
+        page_size=case.page_size,
+        namespaces=case.namespaces,
+        tenants=case.tenants,
+        recorded=recorded,
+        # What is timed: three prompts that lie there, and the insertions.
+        spare_tokens=sum(plan.prompt_tokens) * (plan.repetitions + 4),
+    )
+
+
+def _requests(pair: list[FilledForest], tokens: int, repetitions: int) -> Iterator[Figure]:
+    """Whole requests without records and with them, on two forests that are alike.
+
+    They come in turn, so that a change of the machine's speed meets both.
+    """
+    for forest in pair:
+        forest.fill_up()
+        forest.request(tokens, "warming up")
+    name = f"request, {tokens:,} tokens"
+    for repetition in range(repetitions):
+        took = [0.0, 0.0]
+        for which in (0, 1) if repetition % 2 else (1, 0):
+            figure = pair[which].request(tokens, f"{name}, records {('off', 'on')[which]}")
+            took[which] = figure.value
+            yield figure
+        yield Figure(f"records' part, {name}", took[1] / took[0] - 1, "share", "less")

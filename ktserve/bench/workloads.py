@@ -12,7 +12,7 @@ from typing import Literal
 from ktserve.bench.prompts import Sizing, fresh, text
 from ktserve.bench.target import Prompt, RequestFailed, Sample, Target
 
-Unit = Literal["s", "us", "tokens/s", "share", "tokens"]
+Unit = Literal["s", "us", "tokens/s", "share", "tokens", "bytes/node"]
 Better = Literal["less", "more", "neither"]
 
 

@@ -9,7 +9,7 @@ mode          floor                  cap         who gives up a page
 ============  =====================  ==========  ===============================================
 shared        0                      the pool    whoever has the first victim by the policy
 floors        half the share         the pool    above its floor, the greatest
-                                                 ``age / (0.02 + hit rate)`` of the first victim
+                                                 ``age / (0.005 + hit rate)`` of the first victim
 partitioned   the share              the share   the tenant that needs it
 ============  =====================  ==========  ===============================================
 
@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import NamedTuple
 
+from ktserve.cache.ghosts import Ghosts
 from ktserve.cache.node import Node, Tree
 from ktserve.cache.policies import POLICIES, EvictionPolicy
+from ktserve.cache.victims import Victims
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.shares import CacheSharing, Share, divide
 from ktserve.tenancy.tenant import Quota
@@ -37,10 +39,8 @@ PUBLIC_TENANT = "@public"
 HIT_RATE_STEP = 0.05
 """How much of a tenant's moving average one request's hit rate makes."""
 
-_LEAST_HIT_RATE = 0.02
+_LEAST_HIT_RATE = 0.005
 """Keeps the age of a tenant that never hits finite."""
-
-_Entry = tuple[int, int, Node]
 
 
 class Room(NamedTuple):
@@ -68,6 +68,8 @@ class Account:
         spare: pages that others may take: evictable, and held above the floor.
         nodes: in its trees, without roots.
         trees: its namespaces.
+        victims: its free leaves, in order.
+        ghosts: what it lost lately.
         hit_rate: moving average over its requests of the share of the prompt that was found.
         lookups: requests that were looked up.
         hits: those that found something.
@@ -75,16 +77,14 @@ class Account:
         prompt_tokens: tokens that they asked for.
         evicted: pages that it lost.
         caused: pages that its requests evicted, its own among them.
-        stale: entries in its order whose nodes are gone.
         evicted_by: pages that it lost, by the tenant whose request took them; "" is for nobody's.
     """
 
     __slots__ = (
-        "_key",
-        "_order",
         "caused",
         "evicted",
         "evicted_by",
+        "ghosts",
         "hit_rate",
         "hit_tokens",
         "hits",
@@ -98,9 +98,9 @@ class Account:
         "resident",
         "share",
         "spare",
-        "stale",
         "tenant",
         "trees",
+        "victims",
     )
 
     def __init__(
@@ -116,9 +116,8 @@ class Account:
         self.lookups = self.hits = self.hit_tokens = self.prompt_tokens = 0
         self.evicted = self.caused = 0
         self.evicted_by: Counter[str] = Counter()
-        self._key = key
-        self._order: list[_Entry] = []
-        self.stale = 0
+        self.victims = Victims(key)
+        self.ghosts = Ghosts()
 
     @property
     def held(self) -> int:
@@ -130,67 +129,6 @@ class Account:
         """Pages that no lease covers."""
         return self.resident - self.locked
 
-    # The order of its victims: a heap that is kept from call to call. Entries may be early (see
-    # `policies`) or of nodes that are no free leaf any more; both is put right at the top.
-
-    def queue(self, node: Node) -> None:
-        """Put ``node`` in the order if it is a free leaf and not there yet."""
-        if node.locks or node.children or node.parent is None or node.queued:
-            return
-        node.queued = True
-        heapq.heappush(self._order, (self._key(node), node.id, node))
-
-    def first(self) -> Node | None:
-        """The next victim: the leaf whose last page goes first."""
-        order = self._order
-        while order:
-            key, _, node = order[0]
-            if node.gone or node.locks or node.children:
-                heapq.heappop(order)
-                node.queued = False  # queued again when it becomes a free leaf again
-                self.stale -= node.gone
-                continue
-            now = self._key(node)
-            if key == now:
-                return node
-            heapq.heapreplace(order, (now, node.id, node))
-        return None
-
-    def first_key(self) -> int:
-        """The policy's number of `first`, which must be there."""
-        return self._order[0][0]
-
-    def forget(self, node: Node) -> None:
-        """Note that ``node`` is gone; its entry goes now if it is the first, or with many others.
-
-        So flushing a namespace costs its own size and not that of the order.
-        """
-        if not node.queued:
-            return
-        order = self._order
-        if order[0][2] is node:
-            heapq.heappop(order)
-            node.queued = False
-        else:
-            self.stale += 1
-        if self.stale > len(order) // 2:
-            order[:] = [entry for entry in order if not entry[2].gone]
-            heapq.heapify(order)
-            self.stale = 0
-
-    def requeue(self, leaves: Iterator[Node]) -> None:
-        """Make the order anew of ``leaves``."""
-        for _, _, node in self._order:
-            node.queued = False
-        self._order = []
-        self.stale = 0
-        for node in leaves:
-            self.queue(node)
-
-    def entries(self) -> list[_Entry]:
-        """The heap as it is, for read-only views: (number, node's id, node)."""
-        return self._order
-
 
 class Accounts:
     """Every tenant's account over one pool.
@@ -200,6 +138,7 @@ class Accounts:
         reserved: those of them that are kept for public prefixes.
 
     Attributes:
+        key: the policy, as a number for each node.
         resident: pages in all trees.
         locked: those of them under a lease.
         private: pages of running sequences alone.
@@ -220,6 +159,7 @@ class Accounts:
         self.pages = pages
         self.sharing = sharing
         self.policy = policy
+        self.key = POLICIES[policy]
         self.resident = self.locked = self.private = self.spare = self.floors = 0
         self.evicted = 0
         self._reserved = reserved
@@ -247,9 +187,7 @@ class Accounts:
         account = self._accounts.get(tenant)
         if account is None:
             quota = self._quotas.get(tenant, Quota())
-            account = Account(
-                tenant, len(self._accounts), quota, self._share(tenant), POLICIES[self.policy]
-            )
+            account = Account(tenant, len(self._accounts), quota, self._share(tenant), self.key)
             self._accounts[tenant] = account
         return account
 
@@ -307,31 +245,40 @@ class Accounts:
         self.spare += spare - account.spare
         account.spare = spare
 
-    def giver(self, taker: Account, tick: int) -> tuple[Account, int] | None:
+    def givers(self) -> Set[Account]:
+        """Who has spare pages, for audits."""
+        return self._givers
+
+    def offers(self, taker: Account, tick: int) -> Iterator[tuple[Account, int]]:
         """Who gives up the next pages for a request of ``taker``, and at most how many.
+
+        The caller takes some before it asks again; all tenants are looked at once.
 
         Args:
             tick: now, for ages.
         """
-        chosen: Account | None = None
-        if len(self._givers) == 1:
-            chosen = next(iter(self._givers))
-        else:
-            best = 0.0
-            shared = self.sharing == "shared"
-            for account in self._givers:
-                node = account.first()
-                if node is None:
-                    continue
-                if shared:
-                    rank: float = -account.first_key()
-                else:
-                    rank = (tick - node.last_used) / (_LEAST_HIT_RATE + account.hit_rate)
-                if chosen is None or rank > best:
-                    chosen, best = account, rank
-        if chosen is not None:
-            return chosen, chosen.spare
-        return (taker, taker.evictable) if taker.evictable else None
+        order: list[tuple[float, int, Account]] = []
+        for account in self._givers:
+            if (node := account.victims.first()) is not None:
+                order.append((-self.rank(account, node, tick), account.index, account))
+        heapq.heapify(order)
+        while order:
+            account = order[0][2]
+            yield account, account.spare
+            node = account.victims.first() if account.spare else None
+            if node is None:
+                heapq.heappop(order)
+            else:
+                rank = -self.rank(account, node, tick)
+                heapq.heapreplace(order, (rank, account.index, account))
+        while taker.evictable:
+            yield taker, taker.evictable
+
+    def rank(self, account: Account, first: Node, tick: int) -> float:
+        """How soon ``account`` is to give up ``first``, its next victim: the highest goes first."""
+        if self.sharing == "shared":
+            return -self.key(first)
+        return (tick - first.last_used) / (_LEAST_HIT_RATE + account.hit_rate)
 
     def sound(self, turn: int) -> bool:
         """Whether the counts of one account, another at each turn, can be right."""
@@ -361,9 +308,9 @@ class Accounts:
     def note_lookup(self, account: Account, prompt_tokens: int, hit_tokens: int) -> None:
         """Count a request's lookup."""
         account.lookups += 1
+        account.prompt_tokens += prompt_tokens
         account.hits += hit_tokens > 0
         account.hit_tokens += hit_tokens
-        account.prompt_tokens += prompt_tokens
         account.hit_rate += HIT_RATE_STEP * (hit_tokens / prompt_tokens - account.hit_rate)
 
     def _share_out(self) -> None:

@@ -24,6 +24,10 @@ class Expiries:
     def __len__(self) -> int:
         return len(self._due)
 
+    def watched(self) -> dict[int, int]:
+        """When which tree is looked at, by the tree's index, for audits."""
+        return {index: due for due, index, _ in self._due}
+
     def watch(self, tree: Tree) -> None:
         """Enter ``tree``, if its tenant has a time to live."""
         ttl = tree.account.quota.cache_ttl

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-from ktserve.cache.ghosts import Ghosts
 from ktserve.cache.node import Node, Place
 from ktserve.cache.reasons import By, Reason
 from ktserve.cache.records import Why
@@ -17,11 +16,12 @@ _SECOND = 1_000_000_000
 
 
 def explain(
-    place: Place, tokens: bytes, max_pages: int, page_size: int, ghosts: Ghosts, tick: int
+    place: Place, begin: int, tokens: bytes, max_pages: int, page_size: int, tick: int
 ) -> Reason:
     """The reason of a lookup of ``tokens`` that ended at ``place``.
 
     Args:
+        begin: the byte where the root stands from which it went: behind a public prefix, or 0.
         max_pages: at which it would have ended anyway.
         page_size: tokens a page.
         tick: now.
@@ -29,20 +29,20 @@ def explain(
     node, at, child, common = place
     page_bytes = page_size * TOKEN_BYTES
     end = at + common
-    found = end // page_bytes * page_size
+    last = end // page_bytes * page_bytes
+    found = last // TOKEN_BYTES
     if end < min(len(tokens) // page_bytes, max_pages) * page_bytes:
-        if child is not None:
-            return Reason(kind="diverged", tokens=found, at=end // TOKEN_BYTES)
-        page = tokens[at : at + page_bytes]
-        ghost = ghosts.find(node, page)
+        page = tokens[last : last + page_bytes]
+        above = node if child is None else child
+        ghost = node.tree.account.ghosts.find(above, (last - begin) // page_bytes, page)
         if ghost is not None:
             seconds = (tick - ghost.tick) / _SECOND
             by = _by(ghost.why)
             return Reason(kind="evicted", tokens=found, at=found, seconds=seconds, by=by)
-        if node.children:
+        if child is None and node.children:
             end += _shared_start(node, page)
-            if end:
-                return Reason(kind="diverged", tokens=found, at=end // TOKEN_BYTES)
+        if end and (child is not None or node.children):
+            return Reason(kind="diverged", tokens=found, at=end // TOKEN_BYTES)
     return Reason(kind="hit", tokens=found) if found else Reason(kind="cold")
 
 

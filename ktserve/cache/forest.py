@@ -23,8 +23,15 @@ from typing import NamedTuple
 from ktserve.cache.accounts import Account, Accounts
 from ktserve.cache.expiry import Expiries
 from ktserve.cache.explain import explain
-from ktserve.cache.ghosts import Ghosts
-from ktserve.cache.node import NO_CHILDREN, PAGE_ID_BYTES, Lease, Node, Place, Tree
+from ktserve.cache.node import (
+    NO_CHILDREN,
+    PAGE_ID_BYTES,
+    Lease,
+    Node,
+    Place,
+    Tree,
+    path_length,
+)
 from ktserve.cache.reasons import Reason
 from ktserve.cache.records import Kind, Records, Why
 from ktserve.tenancy.namespace import Namespace
@@ -75,7 +82,6 @@ class RadixForest:
             raise ValueError(f"page_size is {page_size}; it must be at least 1 token")
         self.page_size = page_size
         self.accounts = accounts
-        self.ghosts = Ghosts()
         self.expiries = Expiries()
         self._emit = None if records is None else records.emit
         self._clock = clock
@@ -124,10 +130,11 @@ class RadixForest:
         free = common // self._page_bytes if child is not None and child.locks == 0 else 0
         above: Node | None = node
         # Locks only grow towards the root, so the unlocked part of a path is its lower end.
+        packed = 0
         while above is not None and above.locks == 0:
-            free += above.size
+            packed += len(above.pages)
             above = above.parent
-        return (at + common) // self._page_bytes, free
+        return (at + common) // self._page_bytes, free + packed // PAGE_ID_BYTES
 
     # Leases.
 
@@ -141,7 +148,7 @@ class RadixForest:
         why: int = _LOOKUP,
         priority: int = 0,
         behind: Behind | None = None,
-    ) -> tuple[Lease, list[bytearray], Reason]:
+    ) -> tuple[Lease, list[bytes], Reason]:
         """Lease the longest cached prefix of ``tokens``, at most ``max_pages`` long.
 
         Args:
@@ -159,12 +166,12 @@ class RadixForest:
         root = _root(tree, behind) or self._graft(tree, behind, tick)
         begin = 0 if behind is None else behind.pages * self._page_bytes
         place = self._walk(root, begin, tokens, max_pages)
-        reason = explain(place, tokens, max_pages, self.page_size, self.ghosts, tick)
+        reason = explain(place, begin, tokens, max_pages, self.page_size, tick)
         node, at, child, common = place
         if child is not None:
             node = self._split(child, common // self._page_bytes, tick)
         lease = Lease(node, (at + common) // self._page_bytes, request)
-        pages: list[bytearray] = []
+        pages: list[bytes] = []
         tree.leases += 1
         self._lock(node, tick, pages, hit=why == _LOOKUP)
         if priority:
@@ -176,17 +183,16 @@ class RadixForest:
             )
         return lease, pages, reason
 
-    def share(self, node: Node, length: int, request: int) -> Lease:
+    def share(self, node: Node, length: int, *, request: int, why: int) -> Lease:
         """A lease on the prefix of ``length`` pages that ends at ``node``, which is leased."""
         tick = self.now()
         lease = Lease(node, length, request)
         tree = node.tree
         tree.leases += 1
-        self._lock(node, tick, None, hit=True)
+        self._lock(node, tick, None, hit=why == _LOOKUP)
         if self._emit is not None:
-            self._emit(
-                _LEASED, node.id, 0, tree.index, length * self.page_size, _LOOKUP, request, tick
-            )
+            size = length * self.page_size
+            self._emit(_LEASED, node.id, 0, tree.index, size, why, request, tick)
         return lease
 
     def extend(
@@ -223,7 +229,7 @@ class RadixForest:
         while above is not start:
             assert above.parent is not None
             position -= above.size
-            present.append((position, bytes(above.pages)))
+            present.append((position, above.pages))
             above = above.parent
         present.reverse()
         if matched < end:
@@ -277,17 +283,18 @@ class RadixForest:
             page ids, packed.
         """
         tick = self.now()
+        offers = self.accounts.offers(taker, tick)
         victims: list[bytes] = []
         missing = count
         while missing > 0:
             if own > 0:
                 giver, most = taker, min(own, taker.evictable)
             else:
-                chosen = self.accounts.giver(taker, tick)
+                chosen = next(offers, None)
                 if chosen is None:
                     break
                 giver, most = chosen
-            node = giver.first() if most > 0 else None
+            node = giver.victims.first() if most > 0 else None
             if node is None:
                 break
             taken = self._take_tail(
@@ -310,7 +317,7 @@ class RadixForest:
         tick = self.now()
         victims: list[bytes] = []
         while pages > 0 or nodes > 0:
-            node = account.first()
+            node = account.victims.first()
             if node is None:
                 break
             # Nodes go whole: what is too much of them are not the pages.
@@ -328,8 +335,9 @@ class RadixForest:
         for tree in list(trees):
             for node in reversed(list(tree.walk())):  # children before parents
                 if node.locks == 0:
-                    tree.account.evicted_by[""] += node.size
-                    victims.append(self._take_tail(node, node.size, why, tick))
+                    size = node.size
+                    victims.append(self._take_tail(node, size, why, tick))
+                    tree.account.evicted_by[""] += size
             self._drop_if_empty(tree, tick)
         return b"".join(victims)
 
@@ -391,8 +399,8 @@ class RadixForest:
         upper.last_used, upper.hits, upper.priority = node.last_used, node.hits, node.priority
         upper.locks = node.locks
         lower, lower_ids = key[byte:], ids[id_byte:]
-        upper.children = {bytes(lower[: self._page_bytes]): node}
-        first = bytes(key[: self._page_bytes])
+        upper.children = {lower[: self._page_bytes]: node}
+        first = key[: self._page_bytes]
         place = parent.mutable_children()
         node.key, node.pages, node.parent, place[first] = lower, lower_ids, upper, upper
         tree.nodes += 1
@@ -451,10 +459,10 @@ class RadixForest:
         place = node.mutable_children()
         first = tokens[at : at + self._page_bytes]
         for begin in range(0, len(pages), step):
-            ids = bytearray(pages[begin : begin + step])
+            ids = pages[begin : begin + step]
             end = at + len(ids) // PAGE_ID_BYTES * self._page_bytes
             self._last_node += 1
-            child = Node(tree, self._last_node, bytearray(tokens[at:end]), ids, above, tick)
+            child = Node(tree, self._last_node, tokens[at:end], ids, above, tick)
             if above is not node:
                 above.children = {tokens[at : at + self._page_bytes]: child}
             chain.append(child)
@@ -481,12 +489,13 @@ class RadixForest:
         assert parent is not None
         page_bytes = self._page_bytes
         kept = node.size - pages
-        taken = bytes(node.pages[kept * PAGE_ID_BYTES :])
-        first_gone = bytes(node.key[kept * page_bytes : (kept + 1) * page_bytes])
+        taken = node.pages[kept * PAGE_ID_BYTES :]
+        first_gone = node.key[kept * page_bytes : (kept + 1) * page_bytes]
+        depth = kept + path_length(parent)
         if kept:
             # In this order: a longer key than pages is what a repair cuts.
-            del node.pages[kept * PAGE_ID_BYTES :]
-            del node.key[kept * page_bytes :]
+            node.pages = node.pages[: kept * PAGE_ID_BYTES]
+            node.key = node.key[: kept * page_bytes]
         else:
             siblings = parent.mutable_children()
             del siblings[first_gone]
@@ -495,13 +504,13 @@ class RadixForest:
             node.gone = True
             tree.nodes -= 1
             account.nodes -= 1
-            account.forget(node)
-            account.queue(parent)
+            account.victims.remove(node)
+            account.victims.add(parent)
         tree.resident -= pages
-        tree.evicted += pages
         account.evicted += pages
+        tree.evicted += pages
         self.accounts.change(account, -pages)
-        self.ghosts.add(node if kept else parent, first_gone, tick, why)
+        account.ghosts.add(node if kept else parent, depth, first_gone, tick, why)
         if self._emit is not None:
             size = pages * self.page_size
             self._emit(_EVICTED, node.id, parent.id, tree.index, size, why, 0, tick)
@@ -526,7 +535,7 @@ class RadixForest:
     def _graft(self, tree: Tree, behind: Behind | None, tick: int) -> Node:
         assert behind is not None
         self._last_node += 1
-        root = Node(tree, self._last_node, bytearray(), bytearray(), None, tick)
+        root = Node(tree, self._last_node, b"", b"", None, tick)
         tree.grafts[behind.public] = root
         if self._emit is not None:
             self._emit(_GRAFTED, root.id, tree.root.id, tree.index, behind.public, 0, 0, tick)
@@ -542,7 +551,7 @@ class RadixForest:
 
     # Locks.
 
-    def _lock(self, node: Node, tick: int, pages: list[bytearray] | None, *, hit: bool) -> None:
+    def _lock(self, node: Node, tick: int, pages: list[bytes] | None, *, hit: bool) -> None:
         """Lock and touch the path from ``node`` to the root; collect its pages, bottom first."""
         tree = node.tree
         tree.last_used = tick
@@ -551,6 +560,8 @@ class RadixForest:
         while step is not None:
             if step.locks == 0:
                 newly += len(step.pages)
+                if step.queued is not None:
+                    tree.account.victims.remove(step)
             step.locks += 1
             step.last_used = tick
             if hit:
@@ -576,7 +587,7 @@ class RadixForest:
             freed //= PAGE_ID_BYTES
             tree.locked -= freed
             self.accounts.change(tree.account, 0, -freed)
-        tree.account.queue(node)
+        tree.account.victims.add(node)
 
 
 def _root(tree: Tree, behind: Behind | None) -> Node | None:

@@ -20,7 +20,7 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from ktserve.cache.accounts import Account, Accounts, Room
+from ktserve.cache.accounts import PUBLIC_TENANT, Account, Accounts, Room
 from ktserve.cache.forest import Behind, RadixForest
 from ktserve.cache.node import PAGE_ID_BYTES, Lease, Tree, path_pages
 from ktserve.cache.policies import EvictionPolicy
@@ -230,16 +230,18 @@ class CacheManager:
             first: the request was not opened before; otherwise it counts as no use and no lookup.
         """
         limit = self._cacheable(prompt) if lookup else 0
+        why = int(Why.LOOKUP if first else Why.RESUMED)
         public = self._base_for(namespace, prompt, limit)
         base = None
         if public is not None and public.lease is not None:
-            base = self.forest.share(public.lease.node, public.pages, request)
+            node = public.lease.node
+            base = self.forest.share(node, public.pages, request=request, why=why)
         lease, parts, reason = self.forest.match(
             namespace,
             prompt,
             limit,
             request=request,
-            why=Why.LOOKUP if first else Why.RESUMED,
+            why=why,
             priority=priority,
             behind=_behind(public),
         )
@@ -260,7 +262,7 @@ class CacheManager:
         if len(tree.account.trees) > self._max_namespaces:
             crowd = max(1, self._max_namespaces // _CROWD_PART)
             self._free(self.forest.flush(self.forest.emptiest(tree.account, crowd), Why.NAMESPACES))
-        self._bound_nodes(tree.account)
+        self._trim(tree.account)
         self.tables.add(table)  # last: a caller that gets an exception has no table to close
         return table
 
@@ -319,11 +321,11 @@ class CacheManager:
         account = table.account
         self.accounts.change(account, private=-private)
         self.forest.release(table.lease)
+        self._flush_withdrawn(table.lease)
         if table.base is not None:
             self.forest.release(table.base)
-        if (over := account.held - account.share.cap) > 0:
-            self._free(self.forest.shrink(account, Why.QUOTA, pages=over))
-        self._bound_nodes(account)
+            self._flush_withdrawn(table.base)
+        self._trim(account)
 
     # Forgetting.
 
@@ -448,6 +450,10 @@ class CacheManager:
         )[0]
         return True
 
+    def public(self, name: str) -> PublicPrefix | None:
+        """The registration that is in force under ``name``."""
+        return self._public.get(name)
+
     @_recovering
     def withdraw(self, name: str) -> None:
         """End a public prefix; who reads it at the moment goes on. Unknown names are ignored."""
@@ -477,8 +483,16 @@ class CacheManager:
         self.accounts.set_quotas(quotas, shares)
         self.forest.watch_expiry()
         for account in self.accounts:
-            if (over := account.held - account.share.cap) > 0:
-                self._free(self.forest.shrink(account, Why.QUOTA, pages=over))
+            self._trim(account)
+
+    def _trim(self, account: Account) -> None:
+        """Bring an account below its limits, as far as its pages are free to go."""
+        if (over := account.held - account.share.cap) > 0:
+            self._free(self.forest.shrink(account, Why.QUOTA, pages=over))
+        if account.nodes > self._max_nodes:
+            self._free(
+                self.forest.shrink(account, Why.NODES, nodes=account.nodes - self._max_nodes)
+            )
 
     def _commit(self, table: BlockTable, tokens: bytes) -> None:
         lease = table.lease
@@ -494,7 +508,7 @@ class CacheManager:
             self.pool.give_back(table.pages[mine])
             table.pages[mine] = ids
         self.accounts.change(table.account, private=length - lease.length)
-        self._bound_nodes(table.account)
+        self._trim(table.account)
 
     def _base_for(self, namespace: Namespace, prompt: bytes, limit: int) -> PublicPrefix | None:
         """The longest public prefix of ``prompt`` that its tenant may read, unless the namespace's
@@ -526,17 +540,12 @@ class CacheManager:
         return found
 
     def _note_lookup(self, tree: Tree, prompt_tokens: int, hit_tokens: int) -> None:
+        # The whole before its parts, so that a part never exceeds it.
+        self.accounts.note_lookup(tree.account, prompt_tokens, hit_tokens)
         tree.lookups += 1
+        tree.prompt_tokens += prompt_tokens
         tree.hits += hit_tokens > 0
         tree.hit_tokens += hit_tokens
-        tree.prompt_tokens += prompt_tokens
-        self.accounts.note_lookup(tree.account, prompt_tokens, hit_tokens)
-
-    def _bound_nodes(self, account: Account) -> None:
-        if account.nodes > self._max_nodes:
-            self._free(
-                self.forest.shrink(account, Why.NODES, nodes=account.nodes - self._max_nodes)
-            )
 
     @_recovering
     def _register(self, prefix: PublicPrefix) -> None:
@@ -547,11 +556,18 @@ class CacheManager:
 
     def _retire(self, prefix: PublicPrefix) -> None:
         """Forget what was kept for a public prefix that is not registered any more."""
-        if prefix.lease is None:
-            return
-        self.forest.release(prefix.lease)
+        if prefix.lease is not None:
+            self.forest.release(prefix.lease)
         tree = self.forest.tree(prefix.namespace)
         if tree is not None:
+            self._free(self.forest.flush([tree], Why.FLUSHED))
+
+    def _flush_withdrawn(self, lease: Lease) -> None:
+        """Forget a public prefix that was withdrawn while ``lease``, now released, was on it."""
+        tree = lease.node.tree
+        if tree.namespace.tenant != PUBLIC_TENANT:
+            return
+        if all(one.namespace != tree.namespace for one in self._public.values()):
             self._free(self.forest.flush([tree], Why.FLUSHED))
 
     @_recovering
@@ -567,11 +583,14 @@ class CacheManager:
         lease = self.forest.match(namespace, tokens, pages, why=Why.PINNED)[0]
         self._last_id += 1
         pin = self._pins[self._last_id] = Pin(self._last_id, lease, lease.length)
+        self._trim(lease.node.tree.account)
         return pin
 
     @_recovering
     def _unpin(self, pin_id: int) -> None:
-        self.forest.release(self._pins.pop(pin_id).lease)
+        lease = self._pins.pop(pin_id).lease
+        self.forest.release(lease)
+        self._trim(lease.node.tree.account)
 
     def _check_budget(self, pages: int, what: str, *, instead: PublicPrefix | None = None) -> None:
         taken = sum(pin.pages for pin in self._pins.values())

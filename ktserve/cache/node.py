@@ -31,11 +31,15 @@ class Node:
         created: the tick at which its first page came.
         hits: lookups that reached it.
         priority: the highest that a request through it asked for.
-        queued: it has an entry in its account's order of eviction.
+        queued: where it stands in its account's order of victims; None where it does not.
+        before: its neighbours there, in a run.
+        after:
         gone: it was evicted or flushed.
     """
 
     __slots__ = (
+        "after",
+        "before",
         "children",
         "created",
         "gone",
@@ -55,8 +59,8 @@ class Node:
         self,
         tree: Tree,
         node_id: int,
-        key: bytearray,
-        pages: bytearray,
+        key: bytes,
+        pages: bytes,
         parent: Node | None,
         tick: int,
     ) -> None:
@@ -71,7 +75,9 @@ class Node:
         self.created = tick
         self.hits = 0
         self.priority = 0
-        self.queued = False
+        self.queued: Run | Waiting | None = None
+        self.before: Node | None = None
+        self.after: Node | None = None
         self.gone = False
 
     @property
@@ -86,6 +92,27 @@ class Node:
             return children
         self.children = created = dict[bytes, Node]()
         return created
+
+
+class Run:
+    """Free leaves of one rank one after the other, linked by their `before` and `after`."""
+
+    __slots__ = ("first", "last", "rank")
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.first: Node | None = None
+        self.last: Node | None = None
+
+    def __iter__(self) -> Iterator[Node]:
+        node = self.first
+        while node is not None:
+            yield node
+            node = node.after
+
+
+Waiting = tuple[int, int, Node]
+"""A free leaf in a heap: the policy's number, its id, itself."""
 
 
 class Tree:
@@ -133,7 +160,7 @@ class Tree:
         self.namespace = namespace
         self.account = account
         self.index = index
-        self.root = Node(self, root_id, bytearray(), bytearray(), None, tick)
+        self.root = Node(self, root_id, b"", b"", None, tick)
         self.grafts: dict[int, Node] = {}
         self.resident = self.locked = self.nodes = self.leases = 0
         self.last_used = tick
@@ -190,11 +217,21 @@ class Place(NamedTuple):
     common: int
 
 
-def path_pages(node: Node) -> bytearray:
+def path_pages(node: Node) -> bytes:
     """The pages of the prefix that ends at ``node``, packed, in order."""
-    parts: list[bytearray] = []
+    parts: list[bytes] = []
     step: Node | None = node
     while step is not None:
         parts.append(step.pages)
         step = step.parent
-    return bytearray().join(reversed(parts))
+    return b"".join(reversed(parts))
+
+
+def path_length(node: Node) -> int:
+    """Pages of the prefix that ends at ``node``."""
+    packed = 0
+    step: Node | None = node
+    while step is not None:
+        packed += len(step.pages)
+        step = step.parent
+    return packed // PAGE_ID_BYTES

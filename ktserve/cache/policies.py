@@ -1,8 +1,8 @@
 """Which of a tenant's pages go first: the policies as the key of an ordered queue.
 
 A policy gives each leaf a number; the leaf with the lowest gives up its last page. Every number
-only ever grows while a node lives. So a queue may hold an old number: the entry is then too early,
-is put right when it comes to the top, and a use costs the queue nothing.
+only ever grows while a node lives. It is a rank above an age: most leaves that come into the order
+are the last of their rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ktserve.cache.node import Node
 
 EvictionPolicy = Literal["lru", "lfu", "slru", "fifo", "priority"]
 
-_BITS = 64
+RANK_BITS = 64
 """Ticks are nanoseconds and stay below 2^64, so that a count above them decides first."""
 
 
@@ -25,7 +25,7 @@ def _lru(node: Node) -> int:
 
 def _lfu(node: Node) -> int:
     """The one with the fewest hits, and of those the least recently used."""
-    return (node.hits << _BITS) | node.last_used
+    return (node.hits << RANK_BITS) | node.last_used
 
 
 def _slru(node: Node) -> int:
@@ -33,7 +33,7 @@ def _slru(node: Node) -> int:
 
     So one pass over many prompts that never come again takes nothing from those that did.
     """
-    return ((node.hits > 0) << _BITS) | node.last_used
+    return ((node.hits > 0) << RANK_BITS) | node.last_used
 
 
 def _fifo(node: Node) -> int:
@@ -43,7 +43,7 @@ def _fifo(node: Node) -> int:
 
 def _priority(node: Node) -> int:
     """The one with the lowest priority, and of those the least recently used."""
-    return (node.priority << _BITS) | node.last_used
+    return (node.priority << RANK_BITS) | node.last_used
 
 
 POLICIES: dict[EvictionPolicy, Callable[[Node], int]] = {

@@ -130,7 +130,9 @@ class Records:
         """The records from ``seq`` on that are still held, and how many of them are lost."""
         if not self._ring:
             return [], 0
-        oldest = self._ring[0][0]
-        lost = max(0, oldest - seq)
-        start = max(0, seq - oldest)
-        return [Record._make(one) for one in itertools.islice(self._ring, start, None)], lost
+        lost = max(0, self._ring[0][0] - seq)
+        # From the newest back: a reader that keeps up pays for what is new and not for the ring.
+        count = min(len(self._ring), max(0, self.next_seq - seq))
+        newest = [Record._make(one) for one in itertools.islice(reversed(self._ring), count)]
+        newest.reverse()
+        return newest, lost

@@ -30,9 +30,8 @@ def repair(cache: CacheManager) -> None:
             root.locks = 0
         for node in tree.walk():
             # Where a change of length was cut off, the key is longer than the pages.
-            del node.key[node.size * page_bytes :]
+            node.key = node.key[: node.size * page_bytes]
             node.locks = 0
-            node.queued = False
         tree.leases = 0
         _order(tree)
     for lease in cache.leases():
@@ -55,14 +54,14 @@ def repair(cache: CacheManager) -> None:
     for tree in trees:
         _recount(tree)
         tree.account.trees[tree.namespace] = tree
-        held += [np.frombuffer(bytes(node.pages), dtype=np.int64) for node in tree.walk()]
+        held += [np.frombuffer(node.pages, dtype=np.int64) for node in tree.walk()]
     forest.drop_empty()
     accounts.recount()
     for table in cache.tables:
         accounts.change(table.account, private=table.private)
     for account in accounts:
         own = list(account.trees.values())
-        account.requeue(node for tree in own for node in tree.walk())
+        account.victims.reset(node for tree in own for node in tree.walk())
     forest.watch_expiry()
     cache.pool.keep(np.concatenate(held) if held else np.empty(0, dtype=np.int64))
 
@@ -75,6 +74,7 @@ def _order(tree: Tree) -> None:
         parent.last_used = max(parent.last_used, node.last_used)
         parent.hits = max(parent.hits, node.hits)
         parent.priority = max(parent.priority, node.priority)
+    tree.last_used = max(tree.last_used, *(root.last_used for root in tree.roots()))
 
 
 def _recount(tree: Tree) -> None:
@@ -90,4 +90,4 @@ def _leased(table: BlockTable) -> PageIds:
     packed = path_pages(table.lease.node)
     if table.base is not None:
         packed = path_pages(table.base.node) + packed
-    return np.frombuffer(bytes(packed), dtype=np.int64)
+    return np.frombuffer(packed, dtype=np.int64)

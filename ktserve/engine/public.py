@@ -54,10 +54,15 @@ class PublicPrefixes:
         """Give the prefix up."""
         prefix = self._computing.pop(request_id)
         log.error("public prefix %s cannot be computed: %s", prefix.name, problem)
-        self._cache.withdraw(prefix.name)
+        self._withdraw(prefix)
 
     def forget(self) -> None:
         """Their requests were ended with all others; whoever registered them does it again."""
         for prefix in self._computing.values():
-            self._cache.withdraw(prefix.name)
+            self._withdraw(prefix)
         self._computing.clear()
+
+    def _withdraw(self, prefix: Registered) -> None:
+        # Under its name there may be a newer one by now.
+        if self._cache.public(prefix.name) is prefix:
+            self._cache.withdraw(prefix.name)

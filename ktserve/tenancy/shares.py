@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -45,7 +46,8 @@ def divide(sharing: CacheSharing, pages: int, quotas: Mapping[str, Quota]) -> di
         raise ValueError(
             f"the tenants' cache_floor add up to {sum(given.values())} of {pages} pages; lower them"
         )
-    weights = sum(quota.weight for name, quota in quotas.items() if name not in given)
+    # fsum: the same in whatever order the file names them.
+    weights = math.fsum(quota.weight for name, quota in quotas.items() if name not in given)
     part = {"shared": 0.0, "floors": 0.5, "partitioned": 1.0}[sharing]
     floors: dict[str, int] = {}
     caps: dict[str, int] = {}

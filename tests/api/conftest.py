@@ -35,6 +35,7 @@ INFO = EngineInfo(
     context_length=2048,
     page_size=1,
     pool_tokens=4096,
+    capacity_tokens={},
     kv_bytes_per_token=100,
     weight_bytes=1000,
     vocab_size=49152,

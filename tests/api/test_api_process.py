@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from ktserve.messages import (
     EngineStats,
     Failed,
     Hello,
+    PublicPrefix,
     Request,
     StepOutput,
     Stop,
@@ -41,7 +43,9 @@ from ktserve.messages import (
 )
 
 WAIT_MS = 30_000
-HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+KEY = "kts-a"
+KEY_ENTRY = "sha256:" + hashlib.sha256(KEY.encode()).hexdigest()
 STATS = EngineStats(
     running=0, queued=0, pages_total=1, pages_free=1, pages_evictable=0, prompt_tokens=0,
     cached_tokens=0, generated_tokens=0, evicted_tokens=0, preemptions=0, invariant_breaches=0,
@@ -49,7 +53,7 @@ STATS = EngineStats(
 INFO = EngineInfo(
     model="m", architecture="LlamaForCausalLM", device="cpu", dtype="float32",
     attention_backend="torch", context_length=512, page_size=1, pool_tokens=512,
-    kv_bytes_per_token=1, weight_bytes=1, vocab_size=49152, eos_token_ids=(2,),
+    capacity_tokens={}, kv_bytes_per_token=1, weight_bytes=1, vocab_size=49152, eos_token_ids=(2,),
     max_running_requests=1, max_queued_requests=1,
 )  # fmt: skip
 
@@ -157,6 +161,80 @@ def test_a_life_from_hello_to_stop(model: str) -> None:
         assert api.process.wait(timeout=20) == 0
 
 
+def test_public_prefixes_reach_the_engine_before_requests(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(
+        f"[tenants.a]\nkeys = ['{KEY_ENTRY}']\n"
+        "[[public]]\nname = 'rules'\ntenants = ['a']\nsystem = 'You are polite.'\n"
+        "[[public]]\nname = 'story'\ntenants = ['a']\ntext = 'Once upon a time'\n"
+    )
+    settings = Settings(model=model, load_format="dummy", port=0, tenants=str(file))
+    with running(settings) as api, ThreadPoolExecutor() as threads:
+        assert isinstance(api.supervisor.receive(), Hello)
+        ready = api.supervisor.receive()
+        assert isinstance(ready, ApiReady)
+        api.supervisor.send(api.ready)
+        assert isinstance(api.engine.receive(), Abort)  # its greeting
+        rules, story = api.engine.receive(), api.engine.receive()
+        assert isinstance(rules, PublicPrefix)
+        assert (rules.name, rules.tenants) == ("rules", ("a",))
+        assert isinstance(story, PublicPrefix)
+        assert story.name == "story"
+        body = {
+            "messages": [{"role": "system", "content": "You are polite."}, *HELLO["messages"]],
+            "max_tokens": 1,
+        }
+        threads.submit(_post, ready.url, body, KEY)
+        request = api.engine.receive()
+        assert isinstance(request, Request)
+        assert request.prompt.startswith(rules.prompt)
+
+
+def test_a_public_prefix_that_cannot_be_is_said_to_the_supervisor(
+    model: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(
+        f"[tenants.a]\nkeys = ['{KEY_ENTRY}']\n"
+        "[[public]]\nname = 'rules'\ntenants = ['a']\nsystem = 'You are polite.'\n"
+    )
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[-1].content }}")
+    settings = Settings(
+        model=model, load_format="dummy", port=0, tenants=str(file), chat_template=str(template)
+    )
+    with running(settings) as api:
+        assert isinstance(api.supervisor.receive(), Hello)
+        failed = api.supervisor.receive()
+        assert isinstance(failed, Failed)
+        assert "public prefix rules: chats do not begin with the system message" in failed.message
+        assert api.process.wait(timeout=20) == 1
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_public_prefix_beyond_the_context_is_said_to_the_supervisor(
+    model: str, tmp_path: Path, early: bool
+) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text(
+        f"[tenants.a]\nkeys = ['{KEY_ENTRY}']\n"
+        f"[[public]]\nname = 'saga'\ntenants = ['a']\ntext = '{'word ' * 600}'\n"
+    )
+    settings = Settings(model=model, load_format="dummy", port=0, tenants=str(file))
+    with running(settings) as api:
+        assert isinstance(api.supervisor.receive(), Hello)
+        if early:  # the engine may be ready before the prefix is known, and after it
+            api.supervisor.send(api.ready)
+        else:
+            assert isinstance(api.supervisor.receive(), ApiReady)
+            api.supervisor.send(api.ready)
+        failed = api.supervisor.receive()
+        assert isinstance(failed, Failed)
+        assert "public prefix saga: it has 6" in failed.message
+        assert "context_length of 512" in failed.message
+        assert api.process.wait(timeout=20) == 1
+
+
 def test_a_port_that_is_taken_is_said_to_the_supervisor(model: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -211,5 +289,6 @@ def test_the_process_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def _post(url: str) -> httpx.Response:
-    return httpx.post(f"{url}/v1/chat/completions", json=HELLO, timeout=20)
+def _post(url: str, body: dict[str, Any] = HELLO, key: str = "any") -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=20)

@@ -331,6 +331,29 @@ def test_what_the_pool_cannot_hold_is_refused(lab: Any) -> None:
     assert chat.sampling.max_tokens == 100 - len(chat.prompt) // 4
 
 
+def test_what_a_tenant_cannot_get_of_the_pool_is_refused(lab: Any) -> None:
+    engine = lab.says("Hi")
+    info = engine.info
+
+    def post(capacity: dict[str, int], max_tokens: int) -> httpx.Response:
+        engine.info = msgspec.structs.replace(info, capacity_tokens=capacity)
+        body = {"prompt": [500] * 90, "max_tokens": max_tokens}
+        return lab.post(engine, COMPLETIONS, body, cache_sharing="partitioned")
+
+    error = refused(post({"default": 100, "other": 4096}, 11))
+    assert (error["code"], error["param"]) == ("tenant_pool_exceeded", "max_tokens")
+    assert "--cache-sharing partitioned" in error["message"]
+    assert "100 tokens" in error["message"]
+    assert post({"default": 100}, 10).status_code == 200
+    assert post({"default": 101}, 11).status_code == 200
+    # Of a tenant that the engine does not know the engine itself says what fits.
+    assert post({"other": 100}, 11).status_code == 200
+    engine.info = msgspec.structs.replace(info, capacity_tokens={"default": 100})
+    assert lab.post(engine, CHAT, HELLO).status_code == 200
+    chat = engine.requests[-1]
+    assert chat.sampling.max_tokens == 100 - len(chat.prompt) // 4
+
+
 def test_another_model_is_a_404(lab: Any) -> None:
     for name in ("other", "tiny:lora", "tiny/", "", "TINY"):
         error = refused(lab.post(lab.says("Hi"), CHAT, {**HELLO, "model": name}), 404)

@@ -41,6 +41,7 @@ INFO = EngineInfo(
     context_length=128,
     page_size=4,
     pool_tokens=4096,
+    capacity_tokens={},
     kv_bytes_per_token=1,
     weight_bytes=1,
     vocab_size=1000,

@@ -19,6 +19,7 @@ from ktserve.messages import (
     EngineLost,
     EngineReady,
     EngineStats,
+    PublicPrefix,
     Request,
     RequestFailed,
     SamplingParams,
@@ -40,6 +41,7 @@ INFO = EngineInfo(
     context_length=8,
     page_size=1,
     pool_tokens=8,
+    capacity_tokens={},
     kv_bytes_per_token=1,
     weight_bytes=1,
     vocab_size=8,
@@ -367,6 +369,45 @@ def test_unreadable_message_fails_streams_and_is_not_the_end(socket_dir: Path) -
         assert await stream == [1]
 
     run(socket_dir, test)
+
+
+def test_every_engine_is_told_of_public_prefixes_before_requests(socket_dir: Path) -> None:
+    prefixes = [
+        PublicPrefix(name=name, tenants=("t",), prompt=pack([1, 2])) for name in ("one", "two")
+    ]
+
+    async def test(client: EngineClient, engine: Engine) -> None:
+        client.publish(prefixes)
+        await engine.hears_only(client, *prefixes)
+        successor = Engine(socket_dir, "01")
+        try:
+            await client.on_supervisor_message(engine.lost())
+            await client.on_supervisor_message(successor.ready)
+            await successor.greeted()
+            await successor.hears_only(client, *prefixes)
+            await client.on_supervisor_message(successor.ready)  # said twice
+            await successor.hears_only(client)
+        finally:
+            successor.context.destroy(linger=0)
+
+    run(socket_dir, test)
+
+
+def test_prefixes_that_are_known_before_an_engine_wait_for_it(socket_dir: Path) -> None:
+    prefix = PublicPrefix(name="one", tenants=("t",), prompt=pack([1, 2]))
+
+    async def test() -> None:
+        client, engine = EngineClient(), Engine(socket_dir, "00")
+        try:
+            client.publish([prefix])
+            await client.on_supervisor_message(engine.ready)
+            await engine.greeted()
+            await engine.hears_only(client, prefix)
+        finally:
+            await client.close()
+            engine.context.destroy(linger=0)
+
+    asyncio.run(asyncio.wait_for(test(), 4 * LIMIT_S))
 
 
 def test_close_fails_what_is_in_flight(socket_dir: Path) -> None:

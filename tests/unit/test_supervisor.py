@@ -147,7 +147,7 @@ def test_serves_and_prints_the_banner_once_ready(socket_dir: Path) -> None:
             "precision: float32",
             "pool: 4,096 tokens in 1,024 pages of 4",
             "context: 128 tokens",
-            "cache: one LRU, shared by all tenants",
+            "cache: floors (a floor for each tenant), eviction: lru",
             "tenants: one tenant, no key",
             "URL: http://127.0.0.1:30000/v1",
             f"sockets: {running.runtime_dir}",
@@ -373,6 +373,7 @@ def info(model: str) -> EngineInfo:
         context_length=1,
         page_size=1,
         pool_tokens=1,
+        capacity_tokens={},
         kv_bytes_per_token=1,
         weight_bytes=1,
         vocab_size=1,
@@ -421,6 +422,25 @@ def test_banner_cannot_be_driven_by_a_models_name() -> None:
 def test_banner_has_an_address_that_can_be_used(url: str, rows: list[tuple[str, str]]) -> None:
     shown = banner_rows(info("m"), Settings(), url, 1, Path("/r"))
     assert [row for row in shown if row[0] in ("URL", "listening")] == rows
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            Settings(cache_sharing="partitioned", radix_eviction_policy="priority"),
+            "partitioned (fixed parts), eviction: priority",
+        ),
+        (
+            Settings(cache_sharing="shared", radix_eviction_policy="slru"),
+            "shared (one order over all tenants), eviction: slru",
+        ),
+        (Settings(disable_radix_cache=True), "off, every prompt is computed in full"),
+    ],
+)
+def test_banner_says_how_the_cache_is_shared(settings: Settings, text: str) -> None:
+    rows = banner_rows(info("m"), settings, "http://127.0.0.1:1", 1, Path("/r"))
+    assert dict(rows)["cache"] == text
 
 
 def test_certificate_that_cannot_be_used_is_refused_before_anything_is_started(
