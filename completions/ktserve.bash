@@ -71,7 +71,7 @@ _ktserve() {
         " bench serve --request-timeout") return ;;
         " bench serve --time-limit") return ;;
         " bench serve --json") return ;;
-        " bench cache --operation") return ;;
+        " bench cache --operation") COMPREPLY=($(compgen -W "lookup insert split lock evict request memory" -- "$word")); return ;;
         " bench cache --prompt-tokens") return ;;
         " bench cache --nodes") return ;;
         " bench cache --page-size") return ;;

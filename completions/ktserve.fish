@@ -89,7 +89,7 @@ complete -c ktserve -n '__fish_seen_subcommand_from bench; and __fish_seen_subco
 complete -c ktserve -n '__fish_seen_subcommand_from bench; and __fish_seen_subcommand_from serve' -l json -r -F -d 'Write everything as JSON.'
 complete -c ktserve -n '__fish_seen_subcommand_from bench; and __fish_seen_subcommand_from serve' -l allow-remote -d 'Send load to another machine.'
 complete -c ktserve -n '__fish_seen_subcommand_from bench; and __fish_seen_subcommand_from serve' -s h -l help -d 'Show the help and end.'
-complete -c ktserve -n '__fish_seen_subcommand_from bench; and __fish_seen_subcommand_from cache' -l operation -x -d 'Of lookup, insert, split, lock, evict, request, memory; unset: all.'
+complete -c ktserve -n '__fish_seen_subcommand_from bench; and __fish_seen_subcommand_from cache' -l operation -x -a 'lookup insert split lock evict request memory' -d 'What is measured, any of them; unset: all.'
 complete -c ktserve -n '__fish_seen_subcommand_from bench; and __fish_seen_subcommand_from cache' -l prompt-tokens -x -d 'Lengths of the prompts that are timed.'
 complete -c ktserve -n '__fish_seen_subcommand_from bench; and __fish_seen_subcommand_from cache' -l nodes -x -d 'Prompts that fill the forest before, a node each'
 complete -c ktserve -n '__fish_seen_subcommand_from bench; and __fish_seen_subcommand_from cache' -l page-size -x -d 'Tokens a page'

@@ -1,7 +1,8 @@
 """The prefix cache: a radix tree for each namespace over one pool of pages."""
 
 from ktserve.cache.forest import RadixForest
-from ktserve.cache.manager import CacheError, CacheManager, Pin
+from ktserve.cache.kept import CacheError, Pin, PublicPrefix
+from ktserve.cache.manager import CacheManager
 from ktserve.cache.node import Lease
 from ktserve.cache.pool import PagePool
 from ktserve.cache.reasons import Reason
@@ -15,6 +16,7 @@ __all__ = [
     "Lease",
     "PagePool",
     "Pin",
+    "PublicPrefix",
     "RadixForest",
     "Reason",
     "Record",

@@ -37,7 +37,7 @@ def audit(cache: CacheManager, tables: Iterable[BlockTable]) -> None:
     for table in tables:
         _audit_table(table)
         owners.update(table.pages[table.lease.length : table.length].tolist())
-    for pin in cache.pins():
+    for pin in cache.kept.pins.values():
         _audit_lease(pin.lease)
         _expect(pin.pages == pin.lease.length, "a pin knows its length")
     for lease in cache.leases():

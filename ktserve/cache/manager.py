@@ -16,16 +16,16 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from ktserve.cache.accounts import PUBLIC_TENANT, Account, Accounts, Room
-from ktserve.cache.forest import Behind, RadixForest
+from ktserve.cache.accounts import Account, Accounts, Room
+from ktserve.cache.forest import RadixForest
+from ktserve.cache.kept import CacheError, Kept, Pin, PublicPrefix
 from ktserve.cache.node import PAGE_ID_BYTES, Lease, Tree, path_pages
 from ktserve.cache.policies import EvictionPolicy
 from ktserve.cache.pool import PagePool
-from ktserve.cache.public import PublicPrefix
 from ktserve.cache.reasons import Reason
 from ktserve.cache.records import Kind, Records, Why
 from ktserve.cache.repair import repair
@@ -43,22 +43,6 @@ is spread over as many openings."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class CacheError(ValueError):
-    """An operator's change that cannot be made; the message says why and what to do."""
-
-
-class Pin(NamedTuple):
-    """A prefix that an operator keeps from eviction.
-
-    Attributes:
-        pages: how long it is.
-    """
-
-    id: int
-    lease: Lease
-    pages: int
 
 
 def _recovering(
@@ -97,6 +81,7 @@ class CacheManager:
         pool: the free list.
         forest: what is cached.
         accounts: what each tenant holds and may hold.
+        kept: what operators keep from eviction.
         tables: the open ones.
         repairs: times that the books were recounted after an error.
     """
@@ -120,24 +105,21 @@ class CacheManager:
         self.pool = pool
         self.page_size = page_size
         self.enabled = enabled
-        self._pinnable = int(pool.total * pin_budget)
+        budget = int(pool.total * pin_budget)
         self.accounts = Accounts(
             pool.total,
             sharing=sharing,
             policy=policy,
             quotas=quotas or {},
-            reserved=self._pinnable if reserve_public else 0,
+            reserved=budget if reserve_public else 0,
         )
         self.forest = RadixForest(page_size, self.accounts, records=records, clock=clock)
+        self.kept = Kept(self.forest, budget=budget, public_allowed=reserve_public)
         self.tables: set[BlockTable] = set()
         self.repairs = 0
         self._records = records
         self._max_namespaces = max_namespaces
         self._max_nodes = pool.total if max_nodes is None else max_nodes
-        self._public_allowed = reserve_public
-        self._public: dict[str, PublicPrefix] = {}
-        self._pins: dict[int, Pin] = {}
-        self._last_id = 0
         self._checks = 0
 
     # What there is.
@@ -203,7 +185,8 @@ class CacheManager:
     def peek(self, namespace: Namespace, prompt: bytes) -> tuple[int, int]:
         """What `open` would find: cached pages, and how many of them it would make unavailable."""
         limit = self._cacheable(prompt)
-        behind = _behind(self._base_for(namespace, prompt, limit))
+        public = self.kept.base_for(namespace, prompt, limit)
+        behind = None if public is None else public.behind
         return self.forest.peek(namespace, prompt, limit, behind)
 
     @_recovering
@@ -231,7 +214,7 @@ class CacheManager:
         """
         limit = self._cacheable(prompt) if lookup else 0
         why = int(Why.LOOKUP if first else Why.RESUMED)
-        public = self._base_for(namespace, prompt, limit)
+        public = self.kept.base_for(namespace, prompt, limit)
         base = None
         if public is not None and public.lease is not None:
             node = public.lease.node
@@ -243,7 +226,7 @@ class CacheManager:
             request=request,
             why=why,
             priority=priority,
-            behind=_behind(public),
+            behind=None if public is None else public.behind,
         )
         tree = lease.node.tree
         tokens = len(prompt) // TOKEN_BYTES
@@ -357,10 +340,6 @@ class CacheManager:
 
     # What operators keep.
 
-    def pins(self) -> Collection[Pin]:
-        """The pins there are, oldest first."""
-        return self._pins.values()
-
     def pin(self, namespace: Namespace, tokens: bytes) -> Pin:
         """Keep the longest cached prefix of ``tokens`` from eviction, until `unpin`.
 
@@ -369,13 +348,11 @@ class CacheManager:
         Raises:
             CacheError: nothing of it is cached, or the budget does not allow it.
         """
-        if self.forest.tree(namespace) is None:
-            raise CacheError("nothing of this prefix is cached; send it once, then pin it")
         pages = len(tokens) // TOKEN_BYTES // self.page_size
         found = self.forest.peek(namespace, tokens, pages)[0]
         if not found:
             raise CacheError("nothing of this prefix is cached; send it once, then pin it")
-        self._check_budget(found, "the pin")
+        self.kept.check_budget(found, "the pin")
         return self._pin(namespace, tokens, pages)
 
     def unpin(self, pin_id: int) -> None:
@@ -384,16 +361,15 @@ class CacheManager:
         Raises:
             CacheError: there is no such pin.
         """
-        if pin_id not in self._pins:
+        if pin_id not in self.kept.pins:
             raise CacheError(f"there is no pin {pin_id}; it was removed, or gave way to a request")
         self._unpin(pin_id)
 
     def yield_pin(self, tenant: str) -> bool:
         """Give up the oldest pin whose pages ``tenant`` could use; False where there is none."""
         taker = self.accounts.of(tenant)
-        for pin in self._pins.values():
-            account = pin.lease.node.tree.account
-            if self.accounts.may_take(taker, account):
+        for pin in self.kept.pins.values():
+            if self.accounts.may_take(taker, pin.lease.node.tree.account):
                 log.warning(
                     "pin %d (%d pages) gives way: a request could not run beside it",
                     pin.id,
@@ -409,29 +385,11 @@ class CacheManager:
         An equal one stays as it is; another one of the same name is withdrawn.
 
         Raises:
-            CacheError: it is shorter than a page, public prefixes are not allowed for, or the
-                budget does not allow it.
+            CacheError: see `Kept.registration`.
         """
-        if not self._public_allowed:
-            raise CacheError(
-                f"public prefix {name}: nothing of the pool is kept for public prefixes; start the"
-                " server with one in its file of tenants"
-            )
-        pages = len(tokens) // TOKEN_BYTES // self.page_size
-        if pages == 0:
-            raise CacheError(
-                f"public prefix {name}: {len(tokens) // TOKEN_BYTES} tokens fill no page of"
-                f" {self.page_size}; use a longer one"
-            )
-        whole = tokens[: pages * self.page_size * TOKEN_BYTES]
-        known = self._public.get(name)
-        if known is not None and (known.tokens, known.readers) == (whole, frozenset(readers)):
-            return known
-        # One page more while it is computed: for the token that a request has to generate.
-        self._check_budget(pages + 1, f"public prefix {name}", instead=known)
-        self._last_id += 1
-        prefix = PublicPrefix(self._last_id, name, frozenset(readers), whole, pages)
-        self._register(prefix)
+        prefix = self.kept.registration(name, readers, tokens)
+        if self.kept.public.get(name) is not prefix:
+            self._register(prefix)
         return prefix
 
     @_recovering
@@ -441,7 +399,7 @@ class CacheManager:
         Returns:
             False: it is not cached in full, or was withdrawn meanwhile.
         """
-        if self._public.get(prefix.name) is not prefix or prefix.lease is not None:
+        if self.kept.public.get(prefix.name) is not prefix or prefix.lease is not None:
             return False
         if self.forest.peek(prefix.namespace, prefix.tokens, prefix.pages)[0] < prefix.pages:
             return False
@@ -450,14 +408,10 @@ class CacheManager:
         )[0]
         return True
 
-    def public(self, name: str) -> PublicPrefix | None:
-        """The registration that is in force under ``name``."""
-        return self._public.get(name)
-
     @_recovering
     def withdraw(self, name: str) -> None:
         """End a public prefix; who reads it at the moment goes on. Unknown names are ignored."""
-        prefix = self._public.pop(name, None)
+        prefix = self.kept.public.pop(name, None)
         if prefix is not None:
             self._retire(prefix)
 
@@ -465,8 +419,7 @@ class CacheManager:
         """Every lease that somebody holds: tables, pins and public prefixes."""
         held = [table.lease for table in self.tables]
         held += [table.base for table in self.tables if table.base is not None]
-        held += [pin.lease for pin in self._pins.values()]
-        return held + [one.lease for one in self._public.values() if one.lease is not None]
+        return held + self.kept.leases()
 
     def repair(self) -> None:
         """Recount everything from the trees, the tables and the leases. Slow, and never wrong."""
@@ -510,26 +463,6 @@ class CacheManager:
         self.accounts.change(table.account, private=length - lease.length)
         self._trim(table.account)
 
-    def _base_for(self, namespace: Namespace, prompt: bytes, limit: int) -> PublicPrefix | None:
-        """The longest public prefix of ``prompt`` that its tenant may read, unless the namespace's
-        own tree holds more of it."""
-        found: PublicPrefix | None = None
-        for public in self._public.values():
-            if (
-                public.lease is not None
-                and namespace.tenant in public.readers
-                and namespace.adapter is None
-                and public.pages <= limit
-                and (found is None or public.pages > found.pages)
-                and prompt.startswith(public.tokens)
-            ):
-                found = public
-        if found is None:
-            return None
-        own = self.forest.peek(namespace, prompt, limit)[0]
-        behind = self.forest.peek(namespace, prompt, limit, _behind(found))[0]
-        return None if own > behind else found
-
     def _reason(self, found: Reason, tokens: int, *, lookup: bool) -> Reason:
         if not self.enabled:
             return Reason(kind="disabled")
@@ -549,8 +482,8 @@ class CacheManager:
 
     @_recovering
     def _register(self, prefix: PublicPrefix) -> None:
-        known = self._public.get(prefix.name)
-        self._public[prefix.name] = prefix
+        known = self.kept.public.get(prefix.name)
+        self.kept.public[prefix.name] = prefix
         if known is not None:
             self._retire(known)
 
@@ -564,11 +497,8 @@ class CacheManager:
 
     def _flush_withdrawn(self, lease: Lease) -> None:
         """Forget a public prefix that was withdrawn while ``lease``, now released, was on it."""
-        tree = lease.node.tree
-        if tree.namespace.tenant != PUBLIC_TENANT:
-            return
-        if all(one.namespace != tree.namespace for one in self._public.values()):
-            self._free(self.forest.flush([tree], Why.FLUSHED))
+        if self.kept.withdrawn(lease.node.tree):
+            self._free(self.forest.flush([lease.node.tree], Why.FLUSHED))
 
     @_recovering
     def _flush(self, trees: Iterable[Tree], why: Why) -> int:
@@ -581,30 +511,16 @@ class CacheManager:
     @_recovering
     def _pin(self, namespace: Namespace, tokens: bytes, pages: int) -> Pin:
         lease = self.forest.match(namespace, tokens, pages, why=Why.PINNED)[0]
-        self._last_id += 1
-        pin = self._pins[self._last_id] = Pin(self._last_id, lease, lease.length)
+        pin = Pin(self.kept.next_id(), lease, lease.length)
+        self.kept.pins[pin.id] = pin
         self._trim(lease.node.tree.account)
         return pin
 
     @_recovering
     def _unpin(self, pin_id: int) -> None:
-        lease = self._pins.pop(pin_id).lease
+        lease = self.kept.pins.pop(pin_id).lease
         self.forest.release(lease)
         self._trim(lease.node.tree.account)
 
-    def _check_budget(self, pages: int, what: str, *, instead: PublicPrefix | None = None) -> None:
-        taken = sum(pin.pages for pin in self._pins.values())
-        taken += sum(public.pages for public in self._public.values() if public is not instead)
-        if taken + pages > self._pinnable:
-            size = self.page_size
-            raise CacheError(
-                f"{what} needs {pages * size} tokens; of the {self._pinnable * size} that"
-                f" --pin-budget allows {taken * size} are taken: remove a pin or raise it"
-            )
-
     def _cacheable(self, prompt: bytes) -> int:
         return (len(prompt) // TOKEN_BYTES - 1) // self.page_size if self.enabled else 0
-
-
-def _behind(public: PublicPrefix | None) -> Behind | None:
-    return None if public is None else Behind(public.id, public.pages)

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 
 from ktserve.cache.accounts import Account, Accounts
 from ktserve.cache.forest import Behind, RadixForest
+from ktserve.cache.kept import PublicPrefix
 from ktserve.cache.node import Node, Tree
-from ktserve.cache.public import PublicPrefix
 from ktserve.cache.records import Records
 from ktserve.cache.shadow import NodeState, Slice, TreeState
 from ktserve.tenancy.namespace import Namespace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ktserve.cache import CacheError, CacheManager
-from ktserve.cache.public import PublicPrefix as Registered
+from ktserve.cache.kept import PublicPrefix as Registered
 from ktserve.messages import PublicPrefix, Request, SamplingParams
 
 log = logging.getLogger("ktserve.engine")
@@ -44,7 +44,7 @@ class PublicPrefixes:
         prefix = self._computing.pop(request_id)
         if self._cache.hold(prefix):
             log.info(
-                "public prefix %s: %d tokens are kept for %d tenants",
+                "public prefix %s: %d tokens are kept; tenants that read it: %d",
                 prefix.name,
                 prefix.pages * self._cache.page_size,
                 len(prefix.readers),
@@ -64,5 +64,5 @@ class PublicPrefixes:
 
     def _withdraw(self, prefix: Registered) -> None:
         # Under its name there may be a newer one by now.
-        if self._cache.public(prefix.name) is prefix:
+        if self._cache.kept.public.get(prefix.name) is prefix:
             self._cache.withdraw(prefix.name)

@@ -40,4 +40,3 @@ def check(settings: Settings) -> int:
         if problem is not None:
             raise CannotStart([problem])
     return tenants
-

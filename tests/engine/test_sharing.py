@@ -104,7 +104,7 @@ def test_random_lives_of_three_tenants_harm_nobody(harness, reference, namespace
             aborted.add(victim := draw.choice(alive))
             run.engine.receive(Abort(request_id=victim))
         if draw.random() < 0.05:
-            pins = list(run.cache.pins())
+            pins = list(run.cache.kept.pins.values())
             trees = list(run.cache.forest.trees())
             if pins and draw.random() < 0.5:
                 run.cache.unpin(pins[0].id)
@@ -173,7 +173,7 @@ def test_a_pin_outlives_a_flood_and_gives_way_only_to_what_could_not_run_beside_
     expected = reference.greedy(prompt(2, 150), 50)
     assert run.tokens[whole_pool][: len(expected)] == expected
     assert len(run.tokens[whole_pool]) == 50
-    assert not run.cache.pins()
+    assert not run.cache.kept.pins.values()
     assert "gives way" in caplog.text
     run.audit()
 

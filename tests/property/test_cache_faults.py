@@ -23,9 +23,9 @@ import pytest
 
 from ktserve.cache import BlockTable, CacheManager, PagePool, Pin, Records, forest
 from ktserve.cache.audit import audit
+from ktserve.cache.kept import PublicPrefix
 from ktserve.cache.node import Lease, path_pages
 from ktserve.cache.pool import DoubleFree
-from ktserve.cache.public import PublicPrefix
 from ktserve.cache.records import Kind
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.tenant import Quota
@@ -35,7 +35,7 @@ FILES = {
     str(Path(forest.__file__).with_name(f"{name}.py"))
     for name in (
         *("accounts", "expiry", "explain", "forest", "ghosts", "manager", "node", "policies"),
-        *("pool", "public", "records", "tables", "victims"),
+        *("kept", "pool", "records", "tables", "victims"),
     )
 }
 RETURNS_A_NAME = re.compile(r"\s*return( \w+)?\s*")
@@ -158,9 +158,9 @@ class World:
         for one in self.running.values():
             for position in range(one.written):
                 self._holds(one.table, one.tokens, position)
-        for pin in cache.pins():
+        for pin in cache.kept.pins.values():
             self._leased(pin.lease)
-        for prefix in cache._public.values():
+        for prefix in cache.kept.public.values():
             if prefix.lease is not None:
                 self._leased(prefix.lease)
 
@@ -202,9 +202,9 @@ class World:
         """Close everything: no page stays behind."""
         for name in list(self.running):
             self.close(name)
-        for pin in list(self.cache.pins()):
+        for pin in list(self.cache.kept.pins.values()):
             self.cache.unpin(pin.id)
-        for name in list(self.cache._public):
+        for name in list(self.cache.kept.public):
             self.cache.withdraw(name)
         self.cache.flush()
         assert list(self.cache.forest.trees()) == []
@@ -492,7 +492,7 @@ def pin(world: World) -> object:
 
 
 def pinned(world: World) -> bool:
-    return bool(world.cache.pins())
+    return bool(world.cache.kept.pins.values())
 
 
 def one_pinned() -> World:
@@ -508,7 +508,7 @@ case(
         one_pinned,
         lambda world: world.cache.unpin(world.pinned[0].id),
         lambda world: world.cache.unpin(world.pinned[0].id),
-        lambda world: not world.cache.pins(),
+        lambda world: not world.cache.kept.pins.values(),
     ),
 )
 case(
@@ -517,7 +517,7 @@ case(
         one_pinned,
         lambda world: world.cache.yield_pin("a"),
         lambda world: _true(world.cache.yield_pin("a")),
-        lambda world: not world.cache.pins(),
+        lambda world: not world.cache.kept.pins.values(),
     ),
 )
 
@@ -528,7 +528,7 @@ def republish(world: World) -> object:
 
 def republished(world: World) -> None:
     prefix = republish(world)
-    assert list(world.cache._public.values()) == [prefix]
+    assert list(world.cache.kept.public.values()) == [prefix]
 
 
 def computed() -> World:
@@ -578,7 +578,7 @@ def strike(name: str, number: int, error: type[BaseException]) -> bool:
     case = CASES[name]
     one = case.build()
     cache = one.cache
-    public = dict(cache._public)
+    public = dict(cache.kept.public)
     line = Line(number, error)
     try:
         with line.armed():
@@ -601,7 +601,7 @@ def strike(name: str, number: int, error: type[BaseException]) -> bool:
             assert cache._records is not None
             assert cache._records.since(0)[0][-1].kind == Kind.REPAIRED
         # One public prefix of a name comes for another, and is never missing between them.
-        assert name == "withdraw" or set(public) <= set(cache._public)
+        assert name == "withdraw" or set(public) <= set(cache.kept.public)
         one.check()
         if not done:
             case.again(one)

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ktserve.cache import BlockTable, CacheError, CacheManager, Lease, PagePool, forest
 from ktserve.cache.accounts import PUBLIC_TENANT
 from ktserve.cache.audit import audit
+from ktserve.cache.kept import PublicPrefix
 from ktserve.cache.node import path_pages
-from ktserve.cache.public import PublicPrefix
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.tenant import Quota
 from ktserve.tokens import pack, unpack
@@ -298,22 +298,24 @@ class CacheMachine(RuleBasedStateMachine):
         return int(self.cache.pool.total * self.setup["pin_budget"])
 
     def kept(self) -> int:
-        public = self.cache._public.values()
-        return sum(p.pages for p in self.cache.pins()) + sum(p.pages for p in public)
+        public = self.cache.kept.public.values()
+        return sum(p.pages for p in self.cache.kept.pins.values()) + sum(p.pages for p in public)
 
-    @precondition(lambda self: self.cache.pins())
+    @precondition(lambda self: self.cache.kept.pins.values())
     @rule(which=numbers)
     def unpin(self, which: int) -> None:
-        pins = list(self.cache.pins())
+        pins = list(self.cache.kept.pins.values())
         self.cache.unpin(pins[which % len(pins)].id)
 
     @rule(tenant=st.sampled_from(TENANTS))
     def yield_pin(self, tenant: str) -> None:
-        accounts, before = self.cache.accounts, list(self.cache.pins())
+        accounts, before = self.cache.accounts, list(self.cache.kept.pins.values())
         taker = accounts.of(tenant)
         usable = [pin for pin in before if accounts.may_take(taker, pin.lease.node.tree.account)]
         assert self.cache.yield_pin(tenant) == bool(usable)
-        assert list(self.cache.pins()) == [pin for pin in before if pin not in usable[:1]]
+        assert list(self.cache.kept.pins.values()) == [
+            pin for pin in before if pin not in usable[:1]
+        ]
 
     @rule(
         name=st.sampled_from(["p", "q"]),
@@ -326,7 +328,7 @@ class CacheMachine(RuleBasedStateMachine):
             prefix = self.cache.publish(name, readers, pack(tokens))
         except CacheError:
             return
-        assert self.cache._public[name] is prefix
+        assert self.cache.kept.public[name] is prefix
         if compute:
             self.compute_public(prefix)
 
@@ -351,9 +353,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.kept() <= self.budget()
         for sequence in self.running:
             self.reads_its_own(sequence, sequence.written)
-        for pin in self.cache.pins():
+        for pin in self.cache.kept.pins.values():
             self.is_kept(pin.lease)
-        for prefix in self.cache._public.values():
+        for prefix in self.cache.kept.public.values():
             if prefix.lease is not None:
                 self.is_kept(prefix.lease, unpack(prefix.tokens).tolist())
         for account in self.cache.accounts:
@@ -394,9 +396,9 @@ class CacheMachine(RuleBasedStateMachine):
             return
         for sequence in self.running:
             self.cache.close(sequence.table, b"")
-        for pin in list(self.cache.pins()):
+        for pin in list(self.cache.kept.pins.values()):
             self.cache.unpin(pin.id)
-        for name in list(self.cache._public):
+        for name in list(self.cache.kept.public):
             self.cache.withdraw(name)
         self.cache.flush()
         assert self.cache.pool.free == self.cache.pool.total

@@ -207,7 +207,7 @@ class Life:
             self.cache.pin(ns(step.tenant, step.salt), pack(step.tokens))
 
     def unpin(self, step: Step) -> None:
-        for pin in list(self.cache.pins())[: step.amount]:
+        for pin in list(self.cache.kept.pins.values())[: step.amount]:
             self.cache.unpin(pin.id)
 
     def give_way(self, step: Step) -> None:

@@ -148,7 +148,7 @@ class Driver:
             return
 
     def unpin(self) -> None:
-        pins = list(self.cache.pins())
+        pins = list(self.cache.kept.pins.values())
         if pins and self.random.random() < 0.3:
             self.cache.yield_pin(self.random.choice(TENANTS))
         elif pins:

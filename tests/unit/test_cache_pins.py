@@ -80,7 +80,7 @@ def test_a_pinned_prefix_is_never_evicted(policy: EvictionPolicy) -> None:
     serve(cache, [1, 2, 3, 4, 5])
     serve(cache, [7, 8])
     pin = cache.pin(ns(), pack([1, 2, 3]))
-    assert (pin.pages, list(cache.pins())) == (3, [pin])
+    assert (pin.pages, list(cache.kept.pins.values())) == (3, [pin])
     audit(cache, [])
     take_all(cache)
     take_all(cache, "other")
@@ -88,7 +88,7 @@ def test_a_pinned_prefix_is_never_evicted(policy: EvictionPolicy) -> None:
     # Without the pin it goes like everything else.
     cache.unpin(pin.id)
     audit(cache, [])
-    assert not cache.pins()
+    assert not cache.kept.pins.values()
     take_all(cache)
     assert found(cache, [1, 2, 3]) == 0
 
@@ -129,7 +129,7 @@ def test_what_is_not_cached_cannot_be_pinned() -> None:
             cache.pin(namespace, pack(tokens))
     audit(cache, [])
     assert list(cache.forest.trees()) == trees
-    assert not cache.pins()
+    assert not cache.kept.pins.values()
 
 
 def test_pins_beyond_the_budget_are_refused() -> None:
@@ -140,7 +140,7 @@ def test_pins_beyond_the_budget_are_refused() -> None:
         CacheError, match=r"the pin needs 6 tokens; of the 10 that --pin-budget allows 6 are taken"
     ):
         cache.pin(ns(), pack(range(6)))
-    assert list(cache.pins()) == [first]
+    assert list(cache.kept.pins.values()) == [first]
     audit(cache, [])
     second = cache.pin(ns(), pack(range(4)))
     assert second.pages == 2
@@ -223,7 +223,7 @@ def test_the_oldest_pin_gives_way_first() -> None:
     pins = [cache.pin(ns(), pack([token])) for token in (2, 1, 3)]
     serve(cache, [2, 9])  # a use makes it no younger
     for number in range(3):
-        assert list(cache.pins()) == pins[number:]
+        assert list(cache.kept.pins.values()) == pins[number:]
         assert cache.yield_pin("t")
         audit(cache, [])
     assert not cache.yield_pin("t")
@@ -241,10 +241,10 @@ def test_a_pin_gives_way_to_who_could_use_its_pages() -> None:
     serve(cache, [1], "b")
     # All of a's pages are below its floor: b has nothing of a pin there.
     assert not cache.yield_pin("b")
-    assert list(cache.pins()) == [mine]
+    assert list(cache.kept.pins.values()) == [mine]
     serve(cache, [5, 6, 7], "a")
     assert cache.yield_pin("b")
-    assert not cache.pins()
+    assert not cache.kept.pins.values()
     audit(cache, [])
 
 
@@ -254,8 +254,8 @@ def test_the_own_pin_gives_way_although_it_is_below_the_floor() -> None:
     serve(cache, [1, 2], "a")
     other, own = cache.pin(ns("b"), pack([1])), cache.pin(ns("a"), pack([1]))
     assert cache.yield_pin("a")
-    assert list(cache.pins()) == [other]
-    assert own not in cache.pins()
+    assert list(cache.kept.pins.values()) == [other]
+    assert own not in cache.kept.pins.values()
     audit(cache, [])
 
 
@@ -264,7 +264,7 @@ def test_in_a_partition_a_pin_gives_way_to_its_own_tenant_alone() -> None:
     serve(cache, list(range(10)), "a")
     pin = cache.pin(ns("a"), pack(range(4)))
     assert not cache.yield_pin("b")
-    assert list(cache.pins()) == [pin]
+    assert list(cache.kept.pins.values()) == [pin]
     assert cache.yield_pin("a")
     audit(cache, [])
 
@@ -276,7 +276,7 @@ def test_a_tenant_at_its_cap_moves_no_pin_of_another() -> None:
     table = cache.open(ns("a"), pack([1]), insert=False)
     assert cache.grow(table, 4)
     assert not cache.yield_pin("a")
-    assert list(cache.pins()) == [pin]
+    assert list(cache.kept.pins.values()) == [pin]
     cache.close(table, b"")
     assert cache.yield_pin("a")
     audit(cache, [])

@@ -9,7 +9,7 @@ import pytest
 from ktserve.cache import BlockTable, CacheError, CacheManager, PagePool
 from ktserve.cache.accounts import PUBLIC_TENANT
 from ktserve.cache.audit import audit
-from ktserve.cache.public import PublicPrefix
+from ktserve.cache.kept import PublicPrefix
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.shares import CacheSharing
 from ktserve.tenancy.tenant import Quota

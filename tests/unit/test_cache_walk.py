@@ -12,8 +12,8 @@ from cache_driver import SETUPS, Driver, Setup, fingerprint
 
 from ktserve.cache import CacheManager, PagePool, Records, forest
 from ktserve.cache.accounts import Account
+from ktserve.cache.kept import PublicPrefix
 from ktserve.cache.node import Node
-from ktserve.cache.public import PublicPrefix
 from ktserve.cache.records import Kind, Why
 from ktserve.cache.walk import (
     Cursor,

@@ -35,8 +35,8 @@ def _cache(
     operation: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,...",
-            help="Of lookup, insert, split, lock, evict, request, memory; unset: all.",
+            metavar="[lookup|insert|split|lock|evict|request|memory],...",
+            help="What is measured, any of them; unset: all.",
         ),
     ] = None,
     prompt_tokens: Annotated[
