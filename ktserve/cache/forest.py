@@ -271,13 +271,13 @@ class RadixForest:
     # Giving up pages. What is returned belongs to the caller.
 
     def evict(
-        self, count: int, taker: Account, *, own: int = 0, cause: Tree | None = None
+        self, count: int, taker: Account, *, own: int = 0, lease: Lease | None = None
     ) -> bytes:
         """Give up ``count`` pages for a request of ``taker``, or all that no lease or floor covers.
 
         Args:
             own: how many of them must come from ``taker`` itself, because of its cap.
-            cause: the tree whose request it is.
+            lease: the request's, whose namespace is the cause.
 
         Returns:
             page ids, packed.
@@ -297,9 +297,9 @@ class RadixForest:
             node = giver.victims.first() if most > 0 else None
             if node is None:
                 break
-            taken = self._take_tail(
-                node, min(missing, most, node.size), _OWN if giver is taker else _OTHER, tick
-            )
+            take = min(missing, most, node.size)
+            why = _OWN if giver is taker else _OTHER
+            taken = self._take_tail(node, take, why, tick, 0 if lease is None else lease.request)
             pages = len(taken) // PAGE_ID_BYTES
             victims.append(taken)
             giver.evicted_by[taker.tenant] += pages
@@ -308,8 +308,8 @@ class RadixForest:
         given = count - missing
         self.accounts.evicted += given
         taker.caused += given
-        if cause is not None:
-            cause.caused += given
+        if lease is not None:
+            lease.node.tree.caused += given
         return b"".join(victims)
 
     def shrink(self, account: Account, why: int, *, pages: int = 0, nodes: int = 0) -> bytes:
@@ -481,7 +481,7 @@ class RadixForest:
                 self._emit(_INSERTED, child.id, parent, tree.index, size, 0, lease.request, tick)
         return last
 
-    def _take_tail(self, node: Node, pages: int, why: int, tick: int) -> bytes:
+    def _take_tail(self, node: Node, pages: int, why: int, tick: int, request: int = 0) -> bytes:
         """Take the last ``pages`` pages of a free leaf, and the leaf if none are left."""
         tree = node.tree
         account = tree.account
@@ -513,7 +513,7 @@ class RadixForest:
         account.ghosts.add(node if kept else parent, depth, first_gone, tick, why)
         if self._emit is not None:
             size = pages * self.page_size
-            self._emit(_EVICTED, node.id, parent.id, tree.index, size, why, 0, tick)
+            self._emit(_EVICTED, node.id, parent.id, tree.index, size, why, request, tick)
         if not kept:
             self._drop_if_empty(tree, tick)
         return taken

@@ -261,7 +261,7 @@ class CacheManager:
         own = max(0, account.held + missing - account.share.cap)
         shortfall = max(own, missing - self.pool.free)
         if shortfall > 0:
-            self._free(self.forest.evict(shortfall, account, own=own, cause=table.lease.node.tree))
+            self._free(self.forest.evict(shortfall, account, own=own, lease=table.lease))
         end = table.length + missing
         if end > len(table.pages):
             table.pages = np.concatenate((table.pages, np.empty(end, dtype=np.int64)))

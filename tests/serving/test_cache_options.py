@@ -25,7 +25,7 @@ name = "house"
 tenants = ["alpha"]
 system = "{RULES}"
 """
-KEPT = re.compile(r"public prefix house: (\d+) tokens are kept for")
+KEPT = re.compile(r"public prefix house: (\d+) tokens are kept")
 TOKENIZED = re.compile(r"public prefix house: (\d+) tokens(?! are)")
 LONG = "river stone cloud paper green house light music winter " * 4
 
