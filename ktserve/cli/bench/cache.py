@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, TypeVar, get_args
 
 import typer
@@ -122,7 +123,7 @@ def _cache(
     )
     check_directory(json_file)
     results = Results(("ktserve",))
-    record = record_of(plan)
+    record = record_of(asdict(plan))
     try:
         for figure in measure(plan, say):
             results.add("ktserve", [figure])

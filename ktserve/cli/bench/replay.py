@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
 
@@ -113,7 +114,7 @@ def _replay(
         seeds=seeds,
     )
     check_directory(json_file)
-    record = record_of(plan)
+    record = record_of(asdict(plan))
     try:
         found = [read_trace(path) for path in traces]
     except TraceError as error:

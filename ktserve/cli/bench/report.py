@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from ktserve.cli.exit_codes import ExitCode
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON.")
@@ -23,7 +19,7 @@ JsonFile = Annotated[
 _SECRET_FLAGS = ("--api-key", "--vs-api-key")
 
 
-def record_of(plan: DataclassInstance) -> dict[str, Any]:
+def record_of(plan: dict[str, Any]) -> dict[str, Any]:
     """How this was started, when, with what versions and on what machine; ``plan`` as it is."""
     from ktserve.bench.machine import describe, versions
 
@@ -32,7 +28,7 @@ def record_of(plan: DataclassInstance) -> dict[str, Any]:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "machine": describe(),
-        "plan": asdict(plan),
+        "plan": plan,
     }
 
 

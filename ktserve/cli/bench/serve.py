@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -130,7 +131,7 @@ def _serve(
     )
     check_directory(json_file)
     results = Results(tuple(server.label for server in servers))
-    record = record_of(plan)
+    record = record_of(asdict(plan))
     try:
         _measure(servers, plan, results)
     except TargetError as error:
