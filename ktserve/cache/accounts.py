@@ -337,5 +337,5 @@ class Accounts:
         if share is not None:
             return share
         # Who is not declared gets what the others leave, and keeps nothing from them.
-        left = self.pages - self.floors
-        return Share(0, 0 if self.sharing == "partitioned" else self.pages - self._reserved, left)
+        cap = 0 if self.sharing == "partitioned" else self.pages - self._reserved
+        return Share(0, cap, min(cap, self.pages - self.floors))

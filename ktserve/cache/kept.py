@@ -27,7 +27,7 @@ class Pin(NamedTuple):
     """A prefix that an operator keeps from eviction.
 
     Attributes:
-        pages: how long it is.
+        pages: that are kept by it.
     """
 
     id: int
@@ -105,7 +105,7 @@ class Kept:
             size = self._forest.page_size
             raise CacheError(
                 f"{what} needs {pages * size} tokens; of the {self._budget * size} that"
-                f" --pin-budget allows {taken * size} are taken: remove a pin or raise it"
+                f" --pin-budget allows {taken * size} are taken: raise it, or remove a pin"
             )
 
     def registration(self, name: str, readers: Collection[str], tokens: bytes) -> PublicPrefix:
@@ -132,7 +132,8 @@ class Kept:
         if known is not None and (known.tokens, known.readers) == (whole, frozenset(readers)):
             return known
         # One page more while it is computed: for the token that a request has to generate.
-        self.check_budget(pages + 1, f"public prefix {name}", instead=known)
+        what = f"public prefix {name}, with the page by which it is computed,"
+        self.check_budget(pages + 1, what, instead=known)
         return PublicPrefix(self.next_id(), name, frozenset(readers), whole, pages)
 
     def base_for(self, namespace: Namespace, prompt: bytes, limit: int) -> PublicPrefix | None:

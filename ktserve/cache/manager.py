@@ -20,8 +20,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from ktserve.cache.accounts import Account, Accounts, Room
-from ktserve.cache.forest import RadixForest
+from ktserve.cache.accounts import PUBLIC_TENANT, Account, Accounts, Room
+from ktserve.cache.forest import Behind, RadixForest
 from ktserve.cache.kept import CacheError, Kept, Pin, PublicPrefix
 from ktserve.cache.node import PAGE_ID_BYTES, Lease, Tree, path_pages
 from ktserve.cache.policies import EvictionPolicy
@@ -242,7 +242,7 @@ class CacheManager:
             table.reason = self._reason(reason, tokens, lookup=lookup)
             if self.enabled and lookup:
                 self._note_lookup(tree, tokens, table.cached_tokens)
-        if len(tree.account.trees) > self._max_namespaces:
+        if len(tree.account.trees) > self._max_namespaces and not _is_public(tree.account):
             crowd = max(1, self._max_namespaces // _CROWD_PART)
             self._free(self.forest.flush(self.forest.emptiest(tree.account, crowd), Why.NAMESPACES))
         self._trim(tree.account)
@@ -295,9 +295,10 @@ class CacheManager:
         """
         if table not in self.tables:
             return
-        self._commit(table, tokens)
-        # From here on a repair counts the table's own pages as nobody's.
+        # First, so that also a close that raises has closed: a repair then counts the table's own
+        # pages as nobody's.
         self.tables.remove(table)
+        self._commit(table, tokens)
         private = table.private
         self.pool.give_back(table.pages[table.lease.length : table.length])
         table.length = table.lease.length
@@ -343,17 +344,24 @@ class CacheManager:
     def pin(self, namespace: Namespace, tokens: bytes) -> Pin:
         """Keep the longest cached prefix of ``tokens`` from eviction, until `unpin`.
 
+        Behind a public prefix, which is kept anyway, it is what the namespace has of its own.
+
         A pin gives way only where a request could not run at all beside it (`yield_pin`).
 
         Raises:
             CacheError: nothing of it is cached, or the budget does not allow it.
         """
         pages = len(tokens) // TOKEN_BYTES // self.page_size
-        found = self.forest.peek(namespace, tokens, pages)[0]
-        if not found:
-            raise CacheError("nothing of this prefix is cached; send it once, then pin it")
-        self.kept.check_budget(found, "the pin")
-        return self._pin(namespace, tokens, pages)
+        public = self.kept.base_for(namespace, tokens, pages)
+        behind = None if public is None else public.behind
+        own = self.forest.peek(namespace, tokens, pages, behind)[0]
+        own -= 0 if behind is None else behind.pages
+        if not own:
+            raise CacheError(
+                "nothing of this prefix is cached in its namespace; send it once, then pin it"
+            )
+        self.kept.check_budget(own, "the pin")
+        return self._pin(namespace, tokens, pages, behind)
 
     def unpin(self, pin_id: int) -> None:
         """Let the pinned prefix be evicted again.
@@ -365,11 +373,16 @@ class CacheManager:
             raise CacheError(f"there is no pin {pin_id}; it was removed, or gave way to a request")
         self._unpin(pin_id)
 
-    def yield_pin(self, tenant: str) -> bool:
-        """Give up the oldest pin whose pages ``tenant`` could use; False where there is none."""
+    def yield_pin(self, tenant: str, *, own: bool) -> bool:
+        """Give up the oldest pin whose pages ``tenant`` could use; False where there is none.
+
+        Args:
+            own: it lacks pages below its cap, for which only its own pins help.
+        """
         taker = self.accounts.of(tenant)
         for pin in self.kept.pins.values():
-            if self.accounts.may_take(taker, pin.lease.node.tree.account):
+            giver = pin.lease.node.tree.account
+            if giver is taker or (not own and self.accounts.may_take(taker, giver)):
                 log.warning(
                     "pin %d (%d pages) gives way: a request could not run beside it",
                     pin.id,
@@ -442,7 +455,7 @@ class CacheManager:
         """Bring an account below its limits, as far as its pages are free to go."""
         if (over := account.held - account.share.cap) > 0:
             self._free(self.forest.shrink(account, Why.QUOTA, pages=over))
-        if account.nodes > self._max_nodes:
+        if account.nodes > self._max_nodes and not _is_public(account):
             self._free(
                 self.forest.shrink(account, Why.NODES, nodes=account.nodes - self._max_nodes)
             )
@@ -509,8 +522,10 @@ class CacheManager:
         return len(pages) // PAGE_ID_BYTES
 
     @_recovering
-    def _pin(self, namespace: Namespace, tokens: bytes, pages: int) -> Pin:
-        lease = self.forest.match(namespace, tokens, pages, why=Why.PINNED)[0]
+    def _pin(self, namespace: Namespace, tokens: bytes, pages: int, behind: Behind | None) -> Pin:
+        lease = self.forest.match(namespace, tokens, pages, why=Why.PINNED, behind=behind)[0]
+        # A public prefix before it is not the pin's to keep.
+        lease.length -= 0 if behind is None else behind.pages
         pin = Pin(self.kept.next_id(), lease, lease.length)
         self.kept.pins[pin.id] = pin
         self._trim(lease.node.tree.account)
@@ -524,3 +539,8 @@ class CacheManager:
 
     def _cacheable(self, prompt: bytes) -> int:
         return (len(prompt) // TOKEN_BYTES - 1) // self.page_size if self.enabled else 0
+
+
+def _is_public(account: Account) -> bool:
+    """Whether it is that of the public prefixes, which an operator bounds and not a client."""
+    return account.tenant == PUBLIC_TENANT

@@ -195,7 +195,7 @@ def _giver(
     head: Callable[[Account], Victim | None],
     taken: Counter[str],
 ) -> tuple[Account, int]:
-    """`Accounts.giver`, where some pages were taken already."""
+    """What `Accounts.offers` says next, where some pages were taken already."""
     chosen, best, most = taker, 0.0, taker.evictable - taken[taker.tenant]
     found = False
     for account in accounts:

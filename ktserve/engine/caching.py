@@ -24,7 +24,7 @@ def build_cache(settings: Settings, pages: int, tenants: Tenants) -> CacheManage
         max_namespaces=settings.max_namespaces,
         max_nodes=settings.max_nodes,
         pin_budget=settings.pin_budget,
-        reserve_public=bool(tenants.public),
+        reserve_public=bool(tenants.public) and not settings.disable_radix_cache,
         records=Records(),
     )
 

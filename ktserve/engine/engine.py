@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ktserve.cache import CacheManager
 from ktserve.engine.admission import why_refused
@@ -29,6 +30,12 @@ from ktserve.messages import (
 )
 
 log = logging.getLogger("ktserve.engine")
+
+LONGEST_SLEEP_MS = 3_600_000
+"""An idle engine looks at times to live once an hour at least: ZeroMQ waits for 24 days at most."""
+
+BREACHES_A_LINE = 1000
+"""While the books stay wrong, every so many steps say so again."""
 
 
 class Engine:
@@ -78,14 +85,15 @@ class Engine:
     def receive(self, message: ToEngine) -> None:
         """Take in a request or the end of one."""
         self._changed = True
-        match message:
-            case Abort():
-                self._end(message.request_id)
-            case PublicPrefix():
-                if (request := self._public.register(message)) is not None:
-                    self._add(request)
-            case Request():
-                self._add(message)
+        with self._surviving():
+            match message:
+                case Abort():
+                    self._end(message.request_id)
+                case PublicPrefix():
+                    if (request := self._public.register(message)) is not None:
+                        self._add(request)
+                case Request():
+                    self._add(message)
 
     def abort_all(self) -> None:
         """End every request: nobody waits for them any more."""
@@ -97,32 +105,63 @@ class Engine:
 
     def step(self) -> StepOutput:
         """Run one step, and say what it and the messages before it have changed."""
-        batch = self._scheduler.next_batch()
-        self._tell_failures()
-        if batch is not None:
-            self._steplog.scheduled(batch, self._scheduler, self._cache)
-            logits = self._runner.run(batch)
-            sampling = [part.sequence for part in batch.parts if part.samples]
-            sampled = self._sampler.sample(logits, sampling) if sampling else []
-            self._scheduler.computed(batch)
-            self._count(batch)
-            for sequence, result in zip(sampling, sampled, strict=True):
-                self._advance(sequence, result)
+        with self._surviving():
+            self._run()
         self._check()
         self._changed = False
         outputs, self._outputs = self._outputs, []
         return StepOutput(outputs=outputs, stats=self.stats())
 
+    def _run(self) -> None:
+        batch = self._scheduler.next_batch()
+        self._tell_failures()
+        if batch is None:
+            return
+        self._steplog.scheduled(batch, self._scheduler, self._cache)
+        logits = self._runner.run(batch)
+        sampling = [part.sequence for part in batch.parts if part.samples]
+        sampled = self._sampler.sample(logits, sampling) if sampling else []
+        self._scheduler.computed(batch)
+        self._count(batch)
+        for sequence, result in zip(sampling, sampled, strict=True):
+            self._advance(sequence, result)
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Go on after an error inside the cache, whose books are right again by then.
+
+        What was running is failed: nobody knows how far the step had come.
+        """
+        repairs = self._cache.repairs
+        try:
+            yield
+        except Exception:
+            if self._cache.repairs == repairs:
+                raise
+            log.exception("an error inside the cache; the running requests fail")
+            self._changed = True
+            for sequence in self._scheduler.abandon():
+                self._sequences.pop(sequence.request.request_id, None)
+                self._refuse(
+                    RequestFailed(
+                        request_id=sequence.request.request_id,
+                        status=500,
+                        code="internal_error",
+                        message="the request was cut off by an internal error; send it again",
+                    )
+                )
+
     def tidy(self) -> None:
         """Forget namespaces whose time to live is over."""
-        if self._cache.expire():
-            self._changed = True
+        with self._surviving():
+            if self._cache.expire():
+                self._changed = True
 
     @property
     def idle_ms(self) -> int | None:
         """For how long `tidy` has nothing to do; None: for ever."""
         due = self._cache.next_expiry
-        return None if due is None else due // 1_000_000 + 1
+        return None if due is None else min(due // 1_000_000 + 1, LONGEST_SLEEP_MS)
 
     def stats(self) -> EngineStats:
         """Counters and gauges of now."""
@@ -157,7 +196,8 @@ class Engine:
             seed=self._draw_seed(request.namespace.tenant) if seed is None else seed,
             arrival=self._clock(),
         )
-        refusal = self._scheduler.add(sequence)
+        # Those of the engine's own are few, and nobody would send them again.
+        refusal = self._scheduler.add(sequence, limited=request.request_id > 0)
         if refusal is not None:
             self._refuse(refusal)
             return
@@ -229,6 +269,8 @@ class Engine:
         if self._cache.balanced():
             return
         self._breaches += 1
+        if self._breaches % BREACHES_A_LINE != 1:
+            return
         log.error(
             "cache invariant broken (%d times): free %d + resident %d + private %d != total %d",
             self._breaches,

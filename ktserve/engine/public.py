@@ -23,6 +23,9 @@ class PublicPrefixes:
 
         The request's id is below 0, where no client's is.
         """
+        if not self._cache.enabled:
+            log.warning("public prefix %s is not kept: --disable-radix-cache", message.name)
+            return None
         try:
             prefix = self._cache.publish(message.name, message.tenants, message.prompt)
         except CacheError as error:
@@ -42,7 +45,10 @@ class PublicPrefixes:
     def computed(self, request_id: int) -> None:
         """Show the prefix to its readers: its request has ended well."""
         prefix = self._computing.pop(request_id)
-        if self._cache.hold(prefix):
+        if not self._cache.hold(prefix):
+            log.error("public prefix %s was computed and is not in the cache", prefix.name)
+            self._withdraw(prefix)
+        else:
             log.info(
                 "public prefix %s: %d tokens are kept; tenants that read it: %d",
                 prefix.name,

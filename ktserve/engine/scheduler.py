@@ -108,14 +108,18 @@ class Scheduler:
         """Whether there is anything to run or to wait for."""
         return bool(self.running or self.waiting)
 
-    def add(self, sequence: Sequence) -> RequestFailed | None:
-        """Queue ``sequence``, or say why it cannot be served."""
+    def add(self, sequence: Sequence, *, limited: bool = True) -> RequestFailed | None:
+        """Queue ``sequence``, or say why it cannot be served.
+
+        Args:
+            limited: the limit of the queue is for it, too.
+        """
         if (refusal := self._too_long(sequence)) is not None:
             return refusal
         # Those that the next step can take are not waiting yet, nor are those that ran already.
         slots = self._limits.max_running - len(self.running)
         queued = sum(not one.preemptions for one in self.waiting)
-        if queued - slots >= self._limits.max_queued:
+        if limited and queued - slots >= self._limits.max_queued:
             return RequestFailed(
                 request_id=sequence.request.request_id,
                 status=429,
@@ -132,12 +136,22 @@ class Scheduler:
 
         What it computed stays in the cache; its other pages are given back.
         """
-        if sequence.table is not None:
-            self._cache.close(sequence.table, sequence.written())
-            sequence.table = None
+        table, sequence.table = sequence.table, None
+        if table is not None:
             self.running.remove(sequence)
+            self._cache.close(table, sequence.written())
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+
+    def abandon(self) -> list[Sequence]:
+        """Take out all that hold pages, and keep nothing of what they computed."""
+        holding = [one for one in (*self.running, *self.waiting) if one.table is not None]
+        for sequence in holding:
+            table, sequence.table = sequence.table, None
+            (self.running if sequence in self.running else self.waiting).remove(sequence)
+            if table is not None:
+                self._cache.close(table, b"")
+        return holding
 
     def next_batch(self) -> Batch | None:
         """The next step, its pages reserved; None where nothing can run."""
@@ -238,6 +252,14 @@ class Scheduler:
         most = self._cache.capacity(tenant) * self._cache.page_size
         if self._cache.pages_for(sequence.longest) * self._cache.page_size <= most:
             return None
+        if most == 0:
+            return RequestFailed(
+                request_id=request.request_id,
+                status=503,
+                code="no_share",
+                message="the tenant has no part of the page pool: the server does not know it yet,"
+                " or its quota is nothing. Whoever runs the server can restart it",
+            )
         total = self._cache.pool.total * self._cache.page_size
         whose = "the page pool holds" if most == total else "of the page pool the tenant can get"
         return RequestFailed(
@@ -300,12 +322,14 @@ class Scheduler:
             # Also a page for each running sequence, or the next step would preempt one.
             if need + mine > room.own:
                 lacking: Literal["own", "pool"] = "own"
+            elif cache.partitioned and need + mine > room.pool:
+                lacking = "own"  # others hold more than quotas of now allow them
             elif need + running > room.pool and not cache.partitioned:
                 lacking = "pool"
             else:
                 break
             waits = mine if lacking == "own" else running
-            if waits or not cache.yield_pin(tenant):
+            if waits or not cache.yield_pin(tenant, own=lacking == "own"):
                 return lacking
         table = cache.open(
             request.namespace,
@@ -343,7 +367,8 @@ class Scheduler:
             )
             victim = next(victims, None)
             alone = victim is None or (victim is sequence and len(self.running) == 1)
-            if alone and self._cache.yield_pin(tenant):
+            own = self._cache.rooms(tenant).own <= 0
+            if alone and self._cache.yield_pin(tenant, own=own):
                 continue
             if victim is None:
                 # Its tenant's part became smaller than what it was promised.

@@ -33,8 +33,7 @@ def divide(sharing: CacheSharing, pages: int, quotas: Mapping[str, Quota]) -> di
     Where some tenants have a ``cache_floor``, the weights of the others divide what those leave.
 
     Raises:
-        ValueError: the floors are more than the pool, or a tenant's part of a partitioned pool is
-            no page.
+        ValueError: the floors are more than the pool, or a tenant could never get a page.
     """
     given = {
         name: int(quota.cache_floor * pages)
@@ -64,7 +63,13 @@ def divide(sharing: CacheSharing, pages: int, quotas: Mapping[str, Quota]) -> di
                 " cache_cap, or the pool (--max-total-tokens)"
             )
     total = sum(floors.values())
-    return {
-        name: Share(floors[name], caps[name], min(caps[name], pages - total + floors[name]))
-        for name in quotas
-    }
+    shares: dict[str, Share] = {}
+    for name in quotas:
+        capacity = min(caps[name], pages - total + floors[name])
+        if capacity == 0:
+            raise ValueError(
+                f"tenant {name} can never get a page: the others' floors keep all {pages}; lower"
+                " their cache_floor"
+            )
+        shares[name] = Share(floors[name], caps[name], capacity)
+    return shares

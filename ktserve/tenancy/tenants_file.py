@@ -205,10 +205,10 @@ class _Parser:
                 f"cache_floor {floor:g} is above cache_cap {cap:g}; lower it or raise the cap",
             )
         ttl = table.get("cache_ttl")
-        if ttl is not None and not (type(ttl) in (int, float) and 0 < ttl <= MAX_TTL):
+        if ttl is not None and not (type(ttl) in (int, float) and 1 <= ttl <= MAX_TTL):
             self._add(
                 place,
-                f"cache_ttl must be a number of seconds above 0, at most {MAX_TTL:,}; leave it out"
+                f"cache_ttl must be a number of seconds from 1 to {MAX_TTL:,}; leave it out"
                 " to keep namespaces for ever",
             )
             ttl = None

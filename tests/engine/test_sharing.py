@@ -9,6 +9,7 @@ import pytest
 
 from ktserve.messages import Abort, CacheOptions, PublicPrefix, RequestFailed
 from ktserve.tenancy.tenant import Quota
+from ktserve.tenancy.tenants_file import MAX_TTL
 from ktserve.tokens import pack
 
 SHARING = ("shared", "floors", "partitioned")
@@ -322,3 +323,140 @@ def test_the_debug_log_says_why_a_request_found_what_it_found(harness, caplog):
         "diverged at token 20, 20 tokens before it found",
         "below a page",
     ]
+
+
+def test_an_idle_engine_sleeps_no_longer_than_a_poll_can(harness, namespace):
+    longest = Quota(cache_ttl=MAX_TTL)
+    run = harness(cache_options=tenants("t", t=longest))
+    run.send(prompt(1, 10), namespace(), max_tokens=1)
+    run.finish()
+    assert 0 < run.engine.idle_ms < 2**31
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+def test_who_is_not_declared_is_served_or_refused_and_never_waits_for_ever(
+    harness, namespace, sharing
+):
+    run = harness(cache_options=tenants("a", "b", sharing=sharing), pages=100)
+    stranger = run.send(prompt(1, 10), namespace(tenant="c"), max_tokens=2)
+    run.finish()
+    if sharing == "partitioned":
+        assert (run.ended[stranger].status, run.ended[stranger].code) == (503, "no_share")
+    else:
+        assert len(run.tokens[stranger]) == 2
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_quotas_that_change_under_running_sequences_break_nothing(harness, namespace, page_size):
+    """Who holds more than its new part keeps it for now, so the other's part is not all there."""
+    options = tenants("a", "b", sharing="partitioned", a=Quota(weight=3))
+    run = harness(cache_options=options, page_size=page_size, pages=96 // page_size)
+    long = run.send(prompt(1, 40), namespace(tenant="a"), max_tokens=6, ignore_eos=True)
+    run.step()
+    run.cache.set_quotas({"a": Quota(), "b": Quota(weight=3)})
+    other = run.send(prompt(2, 40), namespace(tenant="b"), max_tokens=6, ignore_eos=True)
+    while run.engine.busy:
+        run.step()
+        run.audit()
+    assert len(run.tokens[other]) == 6
+    assert long in run.ended
+
+
+def test_who_lacks_pages_below_its_own_cap_takes_nobody_elses_pin(harness, namespace):
+    options = tenants("a", "b", a=Quota(cache_cap=0.5))
+    run = harness(cache_options={**options, "pin_budget": 0.5}, pages=100)
+    for tenant, seed in (("b", 1), ("a", 2)):
+        run.send(prompt(seed, 30), namespace(tenant=tenant), max_tokens=1)
+        run.finish()
+        run.cache.pin(namespace(tenant=tenant), pack(prompt(seed, 20)))
+    whole = run.send(prompt(3, 45), namespace(tenant="a"), max_tokens=5, ignore_eos=True)
+    run.finish()
+    assert len(run.tokens[whole]) == 5
+    assert [pin.lease.node.tree.namespace.tenant for pin in run.cache.kept.pins.values()] == ["b"]
+
+
+def test_public_prefixes_do_not_queue_behind_clients_limits(harness, namespace):
+    run = harness(
+        cache_options={**tenants("a"), "reserve_public": True, "pin_budget": 0.5},
+        pages=400,
+        max_queued=1,
+        max_running=1,
+    )
+    for name in range(5):
+        public(run, prompt(20 + name, 12), readers=("a",), name=f"p{name}")
+    run.finish()
+    for name in range(5):
+        hit = run.send(prompt(20 + name, 20), namespace(tenant="a"), max_tokens=1)
+        run.finish()
+        assert run.cached[hit] == 12
+
+
+def test_limits_of_tenants_do_not_reach_public_prefixes(harness, namespace):
+    options = {"reserve_public": True, "max_nodes": 1, "max_namespaces": 1}
+    run = harness(cache_options={**tenants("a"), **options}, pages=800)
+    for name in ("p", "q"):
+        public(run, prompt(ord(name), 30), readers=("a",), name=name)
+    run.finish()
+    for name in ("p", "q"):
+        hit = run.send(prompt(ord(name), 40), namespace(tenant="a"), max_tokens=1)
+        run.finish()
+        assert run.cached[hit] == 30
+
+
+def test_without_a_cache_a_public_prefix_is_said_not_to_be_kept(harness, caplog):
+    run = harness(enabled=False, cache_options=tenants("a"))
+    with caplog.at_level(logging.WARNING, "ktserve.engine"):
+        public(run, prompt(6, 30), readers=("a",))
+        run.finish()
+    assert "--disable-radix-cache" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("method", "pages"), [("match", 200), ("extend", 200), ("release", 200), ("evict", 80)]
+)
+def test_an_error_inside_the_cache_fails_what_runs_and_the_engine_goes_on(
+    harness, reference, namespace, monkeypatch, caplog, method, pages
+):
+    run = harness(cache_options=tenants("a"), pages=pages)
+    run.send(prompt(30, 40), namespace(tenant="a"), max_tokens=1)
+    run.finish()
+    ids = [
+        run.send(prompt(n, 20), namespace(tenant="a"), max_tokens=8 + 4 * n, ignore_eos=True)
+        for n in range(2)
+    ]
+    run.step()
+    sound = getattr(run.cache.forest, method)
+    struck = []
+
+    def broken(*arguments, **options):
+        if not struck:
+            struck.append(method)
+            raise MemoryError("planted")
+        return sound(*arguments, **options)
+
+    monkeypatch.setattr(run.cache.forest, method, broken)
+    ids += [run.send(prompt(9, 30), namespace(tenant="a"), max_tokens=8)]
+    with caplog.at_level(logging.ERROR):
+        run.finish()
+    run.audit()
+    assert struck
+    assert "planted" in caplog.text
+    failed = [one for one in ids if isinstance(run.ended[one], RequestFailed)]
+    assert failed
+    assert {run.ended[one].status for one in failed} == {500}
+    assert run.engine.stats().invariant_breaches == 1
+    again = run.send(prompt(9, 30), namespace(tenant="a"), max_tokens=8)
+    run.finish()
+    assert run.tokens[again] == reference.greedy(prompt(9, 30), 8)
+
+
+def test_an_error_elsewhere_ends_the_engine(harness, monkeypatch):
+    run = harness()
+
+    def broken(_batch):
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(run.engine._runner, "run", broken)
+    run.send(prompt(1, 20))
+    with pytest.raises(MemoryError):
+        run.step()

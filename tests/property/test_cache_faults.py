@@ -515,8 +515,8 @@ case(
     "yield_pin",
     Case(
         one_pinned,
-        lambda world: world.cache.yield_pin("a"),
-        lambda world: _true(world.cache.yield_pin("a")),
+        lambda world: world.cache.yield_pin("a", own=False),
+        lambda world: _true(world.cache.yield_pin("a", own=False)),
         lambda world: not world.cache.kept.pins.values(),
     ),
 )

@@ -160,7 +160,8 @@ class CacheMachine(RuleBasedStateMachine):
     def nodes_are_few(self, table: BlockTable) -> None:
         nodes = (node for tree in table.account.trees.values() for node in tree.walk())
         spare = any(not node.locks and not node.children for node in nodes)
-        assert table.account.nodes <= (self.setup["max_nodes"] or 999) or not spare
+        bounded = table.account.tenant != PUBLIC_TENANT
+        assert table.account.nodes <= (self.setup["max_nodes"] or 999) or not (spare and bounded)
 
     @running
     @rule(which=numbers, count=st.integers(1, 8))
@@ -282,9 +283,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(namespace=st.sampled_from(NAMESPACES), tokens=prompts)
     def pin(self, namespace: Namespace, tokens: list[int]) -> None:
         cache = self.cache
-        found = 0
-        if cache.forest.tree(namespace) is not None:
-            found = cache.forest.peek(namespace, pack(tokens), len(tokens) // cache.page_size)[0]
+        limit = len(tokens) // cache.page_size
+        public = cache.kept.base_for(namespace, pack(tokens), limit)
+        behind = None if public is None else public.behind
+        found = cache.forest.peek(namespace, pack(tokens), limit, behind)[0]
+        found -= 0 if public is None else public.pages
         fits = 0 < found <= self.budget() - self.kept()
         try:
             pin = cache.pin(namespace, pack(tokens))
@@ -312,7 +315,7 @@ class CacheMachine(RuleBasedStateMachine):
         accounts, before = self.cache.accounts, list(self.cache.kept.pins.values())
         taker = accounts.of(tenant)
         usable = [pin for pin in before if accounts.may_take(taker, pin.lease.node.tree.account)]
-        assert self.cache.yield_pin(tenant) == bool(usable)
+        assert self.cache.yield_pin(tenant, own=False) == bool(usable)
         assert list(self.cache.kept.pins.values()) == [
             pin for pin in before if pin not in usable[:1]
         ]

@@ -211,7 +211,7 @@ class Life:
             self.cache.unpin(pin.id)
 
     def give_way(self, step: Step) -> None:
-        self.cache.yield_pin(step.tenant)
+        self.cache.yield_pin(step.tenant, own=False)
 
     def flood(self, step: Step) -> None:
         """Eight long prompts that nobody sends again, as far as there is room."""

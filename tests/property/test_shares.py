@@ -92,6 +92,7 @@ def test_one_tenant_has_everything_in_every_mode():
         ("partitioned", {"a": Quota(1e6), "b": Quota(1)}, "tenant b gets none of the 100 pages"),
         ("floors", {"a": Quota(cache_floor=0.7), "b": Quota(cache_floor=0.7)}, "add up to 140"),
         ("shared", {"a": Quota(cache_cap=0.001)}, "tenant a gets none"),
+        ("floors", {"a": Quota(cache_floor=1.0), "b": Quota()}, "tenant b can never get a page"),
     ],
 )
 def test_what_cannot_be_had_is_named(sharing, quotas, problem):

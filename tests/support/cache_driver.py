@@ -150,7 +150,7 @@ class Driver:
     def unpin(self) -> None:
         pins = list(self.cache.kept.pins.values())
         if pins and self.random.random() < 0.3:
-            self.cache.yield_pin(self.random.choice(TENANTS))
+            self.cache.yield_pin(self.random.choice(TENANTS), own=False)
         elif pins:
             self.cache.unpin(self.random.choice(pins).id)
 

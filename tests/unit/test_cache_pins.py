@@ -125,7 +125,9 @@ def test_what_is_not_cached_cannot_be_pinned() -> None:
         (ns(), [0, 1, 2]),  # no page of it
         (ns(), []),
     ]:
-        with pytest.raises(CacheError, match="nothing of this prefix is cached; send it once"):
+        with pytest.raises(
+            CacheError, match="nothing of this prefix is cached in its namespace; send it once"
+        ):
             cache.pin(namespace, pack(tokens))
     audit(cache, [])
     assert list(cache.forest.trees()) == trees
@@ -144,7 +146,7 @@ def test_pins_beyond_the_budget_are_refused() -> None:
     audit(cache, [])
     second = cache.pin(ns(), pack(range(4)))
     assert second.pages == 2
-    with pytest.raises(CacheError, match="remove a pin or raise it"):
+    with pytest.raises(CacheError, match="raise it, or remove a pin"):
         cache.pin(ns(), pack(range(2)))
     cache.unpin(first.id)
     assert cache.pin(ns(), pack(range(6))).pages == 3
@@ -224,9 +226,9 @@ def test_the_oldest_pin_gives_way_first() -> None:
     serve(cache, [2, 9])  # a use makes it no younger
     for number in range(3):
         assert list(cache.kept.pins.values()) == pins[number:]
-        assert cache.yield_pin("t")
+        assert cache.yield_pin("t", own=False)
         audit(cache, [])
-    assert not cache.yield_pin("t")
+    assert not cache.yield_pin("t", own=False)
     with pytest.raises(CacheError, match="gave way to a request"):
         cache.unpin(pins[0].id)
     take_all(cache)
@@ -240,10 +242,10 @@ def test_a_pin_gives_way_to_who_could_use_its_pages() -> None:
     mine = cache.pin(ns("a"), pack([1, 2]))
     serve(cache, [1], "b")
     # All of a's pages are below its floor: b has nothing of a pin there.
-    assert not cache.yield_pin("b")
+    assert not cache.yield_pin("b", own=False)
     assert list(cache.kept.pins.values()) == [mine]
     serve(cache, [5, 6, 7], "a")
-    assert cache.yield_pin("b")
+    assert cache.yield_pin("b", own=False)
     assert not cache.kept.pins.values()
     audit(cache, [])
 
@@ -253,7 +255,7 @@ def test_the_own_pin_gives_way_although_it_is_below_the_floor() -> None:
     serve(cache, [1, 2], "b")
     serve(cache, [1, 2], "a")
     other, own = cache.pin(ns("b"), pack([1])), cache.pin(ns("a"), pack([1]))
-    assert cache.yield_pin("a")
+    assert cache.yield_pin("a", own=False)
     assert list(cache.kept.pins.values()) == [other]
     assert own not in cache.kept.pins.values()
     audit(cache, [])
@@ -263,9 +265,9 @@ def test_in_a_partition_a_pin_gives_way_to_its_own_tenant_alone() -> None:
     cache = manager(sharing="partitioned", quotas={"a": Quota(), "b": Quota()})
     serve(cache, list(range(10)), "a")
     pin = cache.pin(ns("a"), pack(range(4)))
-    assert not cache.yield_pin("b")
+    assert not cache.yield_pin("b", own=False)
     assert list(cache.kept.pins.values()) == [pin]
-    assert cache.yield_pin("a")
+    assert cache.yield_pin("a", own=False)
     audit(cache, [])
 
 
@@ -275,10 +277,10 @@ def test_a_tenant_at_its_cap_moves_no_pin_of_another() -> None:
     pin = cache.pin(ns("b"), pack([1]))
     table = cache.open(ns("a"), pack([1]), insert=False)
     assert cache.grow(table, 4)
-    assert not cache.yield_pin("a")
+    assert not cache.yield_pin("a", own=False)
     assert list(cache.kept.pins.values()) == [pin]
     cache.close(table, b"")
-    assert cache.yield_pin("a")
+    assert cache.yield_pin("a", own=False)
     audit(cache, [])
 
 
@@ -288,9 +290,33 @@ def test_pages_of_a_pin_that_gave_way_can_be_had() -> None:
     cache.pin(ns(), pack([1, 2, 3, 4]))
     table = cache.open(ns(), pack(range(50, 60)), insert=False)
     assert not cache.grow(table, 10)
-    assert cache.yield_pin("t")
+    assert cache.yield_pin("t", own=False)
     assert cache.grow(table, 10)
     audit(cache, [table])
     cache.close(table, b"")
     audit(cache, [])
     assert cache.pool.free == cache.pool.total
+
+
+def test_behind_a_public_prefix_a_pin_keeps_what_is_the_namespaces_own() -> None:
+    cache = CacheManager(
+        PagePool(60), 1, quotas={"t": Quota()}, pin_budget=0.5, reserve_public=True
+    )
+    prefix = cache.publish("house", ["t"], pack(range(10)))
+    table = cache.open(prefix.namespace, prefix.tokens)
+    assert cache.grow(table, 10)
+    cache.close(table, prefix.tokens)
+    assert cache.hold(prefix)
+    with pytest.raises(CacheError, match="in its namespace"):
+        cache.pin(ns(), pack(range(10)))
+    tokens = [*range(10), 50, 51, 52]
+    serve(cache, tokens)
+    pin = cache.pin(ns(), pack(tokens))
+    assert pin.pages == 3
+    audit(cache, [])
+    for first in range(100, 200, 10):
+        serve(cache, list(range(first, first + 10)))
+    assert cache.peek(ns(), pack([*tokens, 99]))[0] == 13
+    cache.repair()
+    cache.unpin(pin.id)
+    audit(cache, [])

@@ -137,7 +137,7 @@ def test_a_file_gives_tenants_in_its_order(written: Callable[[str], Path]) -> No
         (A + "cache_cap = true", "cache_cap must be"),
         (A + "cache_cap = '1'", "cache_cap must be"),
         (A + "cache_floor = 0.6\ncache_cap = 0.5", "cache_floor 0.6 is above cache_cap 0.5"),
-        (A + "cache_ttl = 0", "cache_ttl must be a number of seconds above 0"),
+        (A + "cache_ttl = 0", "cache_ttl must be a number of seconds from 1"),
         (A + "cache_ttl = inf", "cache_ttl must be"),
         (A + "cache_ttl = false", "cache_ttl must be"),
         (
