@@ -1,0 +1,249 @@
+"""Random lives of the scheduler without a model: every request ends, whatever shares the pool."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from ktserve.cache import CacheError, CacheManager, PagePool, PublicPrefix
+from ktserve.cache.audit import audit
+from ktserve.engine.scheduler import Scheduler, SchedulerLimits
+from ktserve.engine.sequence import Sequence
+from ktserve.messages import CacheOptions, Request, SamplingParams
+from ktserve.tenancy.namespace import Namespace
+from ktserve.tenancy.tenant import Quota
+from ktserve.tokens import TOKEN_BYTES, pack
+
+ARRIVALS = 120
+"""Steps in which requests arrive."""
+
+PATIENCE = 4000
+"""Steps after the last arrival within which all must have ended; they need some hundred."""
+
+
+class Life:
+    """One scheduler over one small pool, and everything that can happen to it.
+
+    Args:
+        strangers: some requests are of a tenant without a quota.
+        changing: quotas change all the time.
+    """
+
+    def __init__(self, seed: int, *, strangers: bool, changing: bool) -> None:
+        self.draw = draw = random.Random(seed)
+        self.tenants = "abcz" if strangers else "abc"
+        self.changing = changing
+        self.now = 0
+        self.cache = self.make_cache()
+        limits = SchedulerLimits(
+            max_running=draw.choice([1, 2, 4, 8]),
+            max_queued=100,
+            max_batched_tokens=draw.choice([4, 12, 4096]),
+            prefill_tokens=draw.choice([1, 3, 10, 4096]),
+            policy=draw.choice(["fcfs", "lpm"]),
+        )
+        self.scheduler = Scheduler(self.cache, limits, clock=lambda: self.now / 1e9)
+        self.starts = [[draw.randrange(3) for _ in range(40)] for _ in range(3)]
+        self.added: list[int] = []
+        self.ended: list[int] = []
+        self.prefixes: dict[int, PublicPrefix] = {}
+
+    def make_cache(self) -> CacheManager:
+        draw = self.draw
+        for _ in range(100):
+            try:
+                return CacheManager(
+                    PagePool(draw.randrange(12, 80)),
+                    draw.choice([1, 1, 2, 4, 16]),
+                    enabled=draw.random() < 0.9,
+                    sharing=draw.choice(["shared", "floors", "partitioned"]),
+                    policy=draw.choice(["lru", "lfu", "slru", "fifo", "priority"]),
+                    quotas=self.quotas(),
+                    max_namespaces=draw.choice([1, 2, 100]),
+                    max_nodes=draw.choice([None, 1, 3, 20]),
+                    pin_budget=draw.choice([0, 0.1, 0.5]),
+                    reserve_public=draw.random() < 0.4,
+                    clock=self.clock,
+                )
+            except ValueError:
+                continue  # a part of no page; draw others
+        raise AssertionError("no quotas fit")
+
+    def clock(self) -> int:
+        self.now += 1000
+        return self.now
+
+    def quotas(self) -> dict[str, Quota]:
+        draw = self.draw
+        ttl = draw.choice([None, 1e-4, 0.01])
+        return {
+            "a": Quota(draw.choice([1, 2, 5]), None, draw.choice([None, 0.5, 0.8]), ttl),
+            "b": Quota(draw.choice([1, 3]), draw.choice([None, 0.2]), draw.choice([None, 0.4])),
+            "c": Quota(0.5),
+        }
+
+    def arrive(self) -> None:
+        draw = self.draw
+        tokens = draw.choice(self.starts)[: draw.randrange(1, 40)]
+        request = Request(
+            request_id=len(self.added) + 1,
+            namespace=self.namespace(draw.choice(self.tenants), draw.choice([None, "x", "y"])),
+            prompt=pack(tokens + [draw.randrange(3) for _ in range(draw.randrange(1, 6))]),
+            sampling=SamplingParams(max_tokens=draw.randrange(1, 40)),
+            cache=CacheOptions(
+                insert=draw.random() < 0.7,
+                lookup=draw.random() < 0.8,
+                priority=draw.randrange(3),
+            ),
+        )
+        self.added.append(request.request_id)
+        self.send(request)
+
+    def send(self, request: Request) -> None:
+        sequence = Sequence(request, seed=0, arrival=self.now / 1e9)
+        if self.scheduler.add(sequence) is not None:
+            self.end(request.request_id)
+
+    def end(self, request_id: int) -> None:
+        prefix = self.prefixes.pop(request_id, None)
+        if prefix is None:
+            self.ended.append(request_id)
+        else:
+            self.cache.hold(prefix)
+
+    def operate(self) -> None:
+        """What an operator and the clock do."""
+        draw, cache = self.draw, self.cache
+        if draw.random() < 0.05:
+            with contextlib.suppress(CacheError):
+                cache.pin(self.namespace(draw.choice("abc"), None), pack(draw.choice(self.starts)))
+        if draw.random() < 0.02:
+            cache.flush()
+        if draw.random() < 0.1:
+            cache.expire()
+        if self.changing and draw.random() < 0.03:
+            with contextlib.suppress(ValueError):
+                cache.set_quotas(self.quotas())
+        if draw.random() < 0.02:
+            self.publish()
+
+    def publish(self) -> None:
+        try:
+            tokens = pack(self.draw.choice(self.starts)[:8])
+            prefix = self.cache.publish(self.draw.choice("pq"), ["a", "b"], tokens)
+        except CacheError:
+            return
+        if prefix.lease is None and -prefix.id not in self.prefixes:
+            self.prefixes[-prefix.id] = prefix
+            self.send(
+                Request(
+                    request_id=-prefix.id,
+                    namespace=prefix.namespace,
+                    prompt=prefix.tokens,
+                    sampling=SamplingParams(max_tokens=1),
+                )
+            )
+
+    def abort(self) -> None:
+        alive = [*self.scheduler.running, *self.scheduler.waiting]
+        if alive and self.draw.random() < 0.05:
+            victim = self.draw.choice(alive)
+            self.scheduler.remove(victim)
+            self.end(victim.request.request_id)
+
+    def step(self) -> bool:
+        """One step; False where nothing was run."""
+        batch = self.scheduler.next_batch()
+        for failure in self.scheduler.failures:
+            self.end(failure.request_id)
+        self.scheduler.failures.clear()
+        if batch is None:
+            return False
+        self.scheduler.computed(batch)
+        for sequence in [part.sequence for part in batch.parts if part.samples]:
+            sequence.append(self.draw.randrange(3))
+            if sequence.generated >= sequence.request.sampling.max_tokens:
+                self.scheduler.remove(sequence)
+                self.end(sequence.request.request_id)
+        return True
+
+    def steps(self) -> Iterator[int]:
+        """Live; gives the number of each step that was made."""
+        for number in range(ARRIVALS + PATIENCE):
+            arriving = number < ARRIVALS
+            if arriving and self.draw.random() < 0.5:
+                self.arrive()
+            self.operate()
+            self.abort()
+            ran = self.step()
+            yield number
+            if not ran and not arriving:
+                return
+
+    @staticmethod
+    def namespace(tenant: str, salt: str | None) -> Namespace:
+        return Namespace(tenant=tenant, cache_salt=salt, extra_key=None, adapter=None)
+
+
+@pytest.mark.parametrize("changing", [False, True], ids=["fixed quotas", "changing quotas"])
+@pytest.mark.parametrize("strangers", [False, True], ids=["declared", "and a stranger"])
+def test_every_request_ends_and_nobody_holds_more_than_its_part(
+    strangers: bool, changing: bool
+) -> None:
+    preemptions = 0
+    for seed in range(60):
+        life = Life(seed, strangers=strangers, changing=changing)
+        for number in life.steps():
+            if number % 7 == 0:
+                running = [one.table for one in life.scheduler.running if one.table is not None]
+                audit(life.cache, running)
+            if not changing:
+                for account in life.cache.accounts:
+                    assert account.held <= account.share.cap
+        assert not life.scheduler.busy, f"seed {seed}: somebody waits for ever"
+        assert sorted(life.ended) == life.added
+        assert not life.cache.tables
+        assert not life.prefixes
+        preemptions += life.scheduler.preemptions
+    assert preemptions > 40
+
+
+def test_a_tenant_below_its_floor_loses_nothing_to_others_running_sequences() -> None:
+    """The scheduler takes pages from the cache; the floor holds against it, too."""
+    for seed in range(20):
+        draw = random.Random(seed)
+        quotas = {"quiet": Quota(), "noisy": Quota()}
+        cache = CacheManager(PagePool(64), 1, sharing="floors", quotas=quotas)
+        scheduler = Scheduler(
+            cache,
+            SchedulerLimits(
+                max_running=8,
+                max_queued=100,
+                max_batched_tokens=64,
+                prefill_tokens=64,
+                policy="fcfs",
+            ),
+        )
+        tokens = pack([draw.randrange(3) for _ in range(16)])  # its floor is 16 pages
+        table = cache.open(Life.namespace("quiet", None), tokens)
+        assert cache.grow(table, len(tokens) // TOKEN_BYTES)
+        cache.close(table, tokens)
+        for number in range(1, 20):
+            request = Request(
+                request_id=number,
+                namespace=Life.namespace("noisy", None),
+                prompt=pack([draw.randrange(50) for _ in range(draw.randrange(1, 30))]),
+                sampling=SamplingParams(max_tokens=draw.randrange(1, 18)),
+            )
+            assert scheduler.add(Sequence(request, seed=0, arrival=0.0)) is None
+        while (batch := scheduler.next_batch()) is not None:
+            scheduler.computed(batch)
+            for sequence in [part.sequence for part in batch.parts if part.samples]:
+                sequence.append(draw.randrange(50))
+                if sequence.generated >= sequence.request.sampling.max_tokens:
+                    scheduler.remove(sequence)
+            assert cache.accounts.of("quiet").held == 16
+        assert not scheduler.busy
