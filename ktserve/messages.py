@@ -154,8 +154,58 @@ class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", omi
     retry_after: int | None = None
 
 
+MAX_EVICTION_PAIRS = 1000
+"""Of the pairs of one tenant that lost tokens and another that took them, so many are told apart:
+the first that happen. With up to 32 tenants that is all of them."""
+
+
+class TenantCache(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One tenant's part of the cache: counters since the engine started and gauges of now.
+
+    Attributes:
+        name: the tenant's; "@public" holds the public prefixes.
+        resident: tokens in its trees.
+        locked: those of them that something runs on or pins.
+        private: tokens' worth of pages of its running sequences that are in no tree (yet).
+        floor: tokens that no other tenant's request takes from it.
+        cap: the most tokens that it holds.
+        namespaces: that exist.
+        nodes: of their trees, without roots.
+        lookups: requests that were looked up.
+        hits: those that found something.
+        prompt_tokens: tokens that they asked for.
+        hit_tokens: tokens that they found, in a public prefix too.
+        evicted: tokens that it lost.
+        caused: tokens that its requests evicted, its own among them.
+        evicted_by: tokens that it lost, by the tenant whose request took them: its own name, ""
+            for no request (a limit, a time to live, a flush), and the others that are told apart.
+            What the rest of them took is what is missing to ``evicted``.
+    """
+
+    name: str
+    resident: int
+    locked: int
+    private: int
+    floor: int
+    cap: int
+    namespaces: int
+    nodes: int
+    lookups: int
+    hits: int
+    prompt_tokens: int
+    hit_tokens: int
+    evicted: int
+    caused: int
+    evicted_by: dict[str, int]
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
-    """Counters since the engine started and gauges of now; pages in pages, tokens in tokens."""
+    """Counters since the engine started and gauges of now; pages in pages, tokens in tokens.
+
+    Attributes:
+        tenants: those that changed since they were last told, a few times a second and whenever
+            the engine falls idle; all of them where the API process is a new one.
+    """
 
     running: int
     queued: int
@@ -168,6 +218,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     evicted_tokens: int
     preemptions: int
     invariant_breaches: int
+    tenants: tuple[TenantCache, ...] = ()
 
 
 class StepOutput(msgspec.Struct, frozen=True, kw_only=True, tag="step"):

@@ -11,6 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from ktserve.api.tenant_totals import TenantTotals
 from ktserve.ipc import GREETING_ID, configure_socket, new_api_identity, send_now
 from ktserve.messages import (
     Abort,
@@ -60,12 +61,14 @@ class EngineClient:
     Attributes:
         info: what the ready engine told of itself; None while there is none.
         stats: the newest counters; None until the ready engine has sent some.
+        tenants: the tenants' counters, over all lives of the engine.
         in_flight: streams that were begun and have not ended.
     """
 
     def __init__(self) -> None:
         self.info: EngineInfo | None = None
         self.stats: EngineStats | None = None
+        self.tenants = TenantTotals()
         self.in_flight = 0
         self._identity = new_api_identity()
         self._context = zmq.asyncio.Context()
@@ -166,6 +169,7 @@ class EngineClient:
     def _disconnect(self, reason: str) -> None:
         connection, self._connection = self._connection, None
         self.info = self.stats = None
+        self.tenants.engine_lost()
         if connection is not None:
             connection.close(
                 EngineError(
@@ -233,6 +237,7 @@ class _Connection:
                 )
                 continue
             self._client.stats = step.stats
+            self._client.tenants.add(step.stats.tenants)
             for output in step.outputs:
                 self._dispatch(output)
 

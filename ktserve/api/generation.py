@@ -12,6 +12,7 @@ from typing import Protocol
 from ktserve.api.detokenizer import Detokenizer, TokenBytes
 from ktserve.api.engine_client import EngineError
 from ktserve.api.stopping import StopStrings
+from ktserve.api.tenant_totals import TenantTotals
 from ktserve.messages import EngineInfo, EngineStats, Request, TokenLogprobs, TokenOutput
 
 LEAST_LOGPROB = -9999.0
@@ -28,6 +29,10 @@ class Engine(Protocol):
     @property
     def stats(self) -> EngineStats | None:
         """The newest counters, if there are any."""
+
+    @property
+    def tenants(self) -> TenantTotals:
+        """The tenants' counters, over all lives of the engine."""
 
     def next_request_id(self) -> int:
         """An id that no request had before."""

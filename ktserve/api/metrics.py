@@ -1,4 +1,8 @@
-"""The Prometheus metrics of one server; no label is text that a client controls."""
+"""The Prometheus metrics of one server; no label is text that a client controls.
+
+A tenant's label is its name in the operator's file. "@public" is the account of the public
+prefixes, "@system" and "@other" are evictors: '@' is in no tenant's name.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +29,32 @@ _COUNTERS = (
     ("invariant_breaches", "Breaches of the cache's invariants"),
 )
 
+_TENANT_COUNTERS = (
+    ("lookups", "lookups", "Requests that were looked up in the prefix cache"),
+    ("lookup_tokens", "prompt_tokens", "Prompt tokens that were looked up in the prefix cache"),
+    ("hit_tokens", "hit_tokens", "Prompt tokens that were found in the prefix cache"),
+)
+
+_TENANT_GAUGES = (
+    ("resident_tokens", "resident", "Tokens in the prefix cache"),
+    ("floor_tokens", "floor", "Tokens that no other tenant's request takes"),
+    ("cap_tokens", "cap", "The most tokens that the tenant holds"),
+    ("namespaces", "namespaces", "Namespaces in the prefix cache"),
+)
+
 
 class Metrics:
     """The metrics, in a registry of their own.
 
     Args:
-        engine: its counters are shown as they come, and begin again with each life of the engine.
+        engine: its counters are shown as they come, and begin again with each life of the engine;
+            those by tenant go on.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
+        self._registry.register(_TenantCollector(engine))
         self._requests = Counter(
             "ktserve_requests",
             "Requests answered, by endpoint and HTTP status",
@@ -102,3 +121,30 @@ class _EngineCollector(Collector):
         yield pages
         for name, meaning in _COUNTERS:
             yield CounterMetricFamily(f"ktserve_{name}", meaning, value=getattr(stats, name))
+
+
+class _TenantCollector(Collector):
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        tenants = self._engine.tenants
+        for name, field, meaning in _TENANT_COUNTERS:
+            counter = CounterMetricFamily(f"ktserve_cache_{name}", meaning, labels=["tenant"])
+            for tenant, total in tenants.totals.items():
+                counter.add_metric([tenant], getattr(total, field))
+            yield counter
+        evicted = CounterMetricFamily(
+            "ktserve_cache_evicted_tokens",
+            "Tokens that the victim lost from the prefix cache, by whose request took them",
+            labels=["victim", "evictor"],
+        )
+        for tenant, total in tenants.totals.items():
+            for evictor, tokens in total.evicted.items():
+                evicted.add_metric([tenant, evictor], tokens)
+        yield evicted
+        for name, field, meaning in _TENANT_GAUGES:
+            gauge = GaugeMetricFamily(f"ktserve_cache_{name}", meaning, labels=["tenant"])
+            for tenant, row in tenants.now.items():
+                gauge.add_metric([tenant], getattr(row, field))
+            yield gauge

@@ -16,6 +16,7 @@ from ktserve.engine.sampler import Sampled, Sampler
 from ktserve.engine.scheduler import Batch, Scheduler
 from ktserve.engine.sequence import Sequence
 from ktserve.engine.steplog import StepLog
+from ktserve.engine.tenant_stats import TenantStats
 from ktserve.messages import (
     Abort,
     EngineStats,
@@ -24,6 +25,7 @@ from ktserve.messages import (
     Request,
     RequestFailed,
     StepOutput,
+    TenantCache,
     ToEngine,
     TokenLogprobs,
     TokenOutput,
@@ -69,6 +71,7 @@ class Engine:
         self._draw_seed = draw_seed or (lambda _tenant: system.getrandbits(63))
         self._clock = clock
         self._public = PublicPrefixes(cache)
+        self._tenants = TenantStats(cache, clock)
         self._sequences: dict[int, Sequence] = {}
         self._outputs: list[TokenOutput | RequestFailed] = []
         self._prompt_tokens = 0
@@ -100,6 +103,7 @@ class Engine:
         for request_id in list(self._sequences):
             self._end(request_id)
         self._public.forget()
+        self._tenants.forget()
         self._outputs.clear()
         self._changed = True
 
@@ -110,7 +114,8 @@ class Engine:
         self._check()
         self._changed = False
         outputs, self._outputs = self._outputs, []
-        return StepOutput(outputs=outputs, stats=self.stats())
+        tenants = self._tenants.changed(idle=not self._scheduler.busy)
+        return StepOutput(outputs=outputs, stats=self.stats(tenants))
 
     def _run(self) -> None:
         batch = self._scheduler.next_batch()
@@ -163,8 +168,8 @@ class Engine:
         due = self._cache.next_expiry
         return None if due is None else min(due // 1_000_000 + 1, LONGEST_SLEEP_MS)
 
-    def stats(self) -> EngineStats:
-        """Counters and gauges of now."""
+    def stats(self, tenants: tuple[TenantCache, ...] = ()) -> EngineStats:
+        """Counters and gauges of now, with ``tenants`` among them."""
         return EngineStats(
             running=len(self._scheduler.running),
             queued=len(self._scheduler.waiting),
@@ -177,6 +182,7 @@ class Engine:
             evicted_tokens=self._cache.accounts.evicted * self._cache.page_size,
             preemptions=self._scheduler.preemptions,
             invariant_breaches=self._breaches + self._cache.repairs,
+            tenants=tenants,
         )
 
     def _add(self, request: Request) -> None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from ktserve.api.__main__ import bind, uvicorn_config
 from ktserve.api.app import create_app
 from ktserve.api.engine_client import EngineError
+from ktserve.api.tenant_totals import TenantTotals
 from ktserve.config import Settings
 from ktserve.messages import EngineInfo, EngineStats, Request, TokenLogprobs, TokenOutput
 from ktserve.models.source import resolve
@@ -74,6 +75,7 @@ class ScriptedEngine:
     script: Script
     info: EngineInfo | None = INFO
     stats: EngineStats | None = STATS
+    tenants: TenantTotals = field(default_factory=TenantTotals)
     requests: list[Request] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,7 +20,14 @@ from ktserve.engine.runner import ModelRunner
 from ktserve.engine.sampler import Sampler
 from ktserve.engine.scheduler import Scheduler, SchedulerLimits
 from ktserve.engine.steplog import StepLog
-from ktserve.messages import CacheOptions, Request, RequestFailed, SamplingParams, TokenOutput
+from ktserve.messages import (
+    CacheOptions,
+    Request,
+    RequestFailed,
+    SamplingParams,
+    TenantCache,
+    TokenOutput,
+)
 from ktserve.models.loading import LoadedModel
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tokens import pack
@@ -73,6 +81,7 @@ class Harness:
         self,
         reference: Reference,
         cache_options: dict[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **options: int | str | bool,
     ) -> None:
         page_size = int(options.pop("page_size", 1))
@@ -111,11 +120,13 @@ class Harness:
             eos_token_ids=(EOS,),
             steplog=StepLog(b"key"),
             draw_seed=lambda _tenant: next(self._seeds),
+            clock=clock,
         )
         self.tokens: dict[int, list[int]] = {}
         self.ended: dict[int, TokenOutput | RequestFailed] = {}
         self.cached: dict[int, int] = {}
         self.outputs: dict[int, list[TokenOutput]] = {}
+        self.told: list[tuple[TenantCache, ...]] = []
         self._ids = itertools.count(1)
 
     def send(
@@ -141,6 +152,7 @@ class Harness:
 
     def step(self) -> None:
         output = self.engine.step()
+        self.told.append(output.stats.tenants)
         for one in output.outputs:
             if isinstance(one, RequestFailed):
                 self.ended[one.request_id] = one

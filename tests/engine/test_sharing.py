@@ -346,20 +346,29 @@ def test_who_is_not_declared_is_served_or_refused_and_never_waits_for_ever(
         assert len(run.tokens[stranger]) == 2
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_quotas_that_change_under_running_sequences_break_nothing(harness, namespace, page_size):
+@pytest.mark.parametrize(
+    ("page_size", "pages", "prompts", "prefill"), [(1, 100, (45, 70), 20), (16, 10, (66, 90), 512)]
+)
+def test_quotas_that_change_under_running_sequences_break_nothing(
+    harness, namespace, page_size, pages, prompts, prefill
+):
     """Who holds more than its new part keeps it for now, so the other's part is not all there."""
-    options = tenants("a", "b", sharing="partitioned", a=Quota(weight=3))
-    run = harness(cache_options=options, page_size=page_size, pages=96 // page_size)
-    long = run.send(prompt(1, 40), namespace(tenant="a"), max_tokens=6, ignore_eos=True)
+    run = harness(
+        cache_options=tenants("a", "b", sharing="partitioned"),
+        page_size=page_size,
+        pages=pages,
+        prefill_tokens=prefill,
+        max_batched_tokens=600,
+    )
+    first = run.send(prompt(1, prompts[0]), namespace(tenant="a"), max_tokens=5)
     run.step()
-    run.cache.set_quotas({"a": Quota(), "b": Quota(weight=3)})
-    other = run.send(prompt(2, 40), namespace(tenant="b"), max_tokens=6, ignore_eos=True)
+    run.cache.set_quotas({"a": Quota(cache_floor=0.1), "b": Quota(cache_floor=0.9)})
+    second = run.send(prompt(2, prompts[1]), namespace(tenant="b"), max_tokens=2, ignore_eos=True)
     while run.engine.busy:
         run.step()
         run.audit()
-    assert len(run.tokens[other]) == 6
-    assert long in run.ended
+    assert len(run.tokens[second]) == 2
+    assert first in run.ended
 
 
 def test_who_lacks_pages_below_its_own_cap_takes_nobody_elses_pin(harness, namespace):

@@ -24,6 +24,7 @@ from ktserve.messages import (
     RequestFailed,
     SamplingParams,
     StepOutput,
+    TenantCache,
     ToEngine,
     TokenOutput,
 )
@@ -290,6 +291,33 @@ def test_lost_engine_fails_what_is_in_flight_and_the_next_one_serves(socket_dir:
         assert await following.receive() == wanted
         await following.send(token(wanted, 1, last=True))
         assert await stream == [1]
+        following.context.destroy(linger=0)
+
+    run(socket_dir, test)
+
+
+def test_tenants_counters_go_on_with_the_next_engine(socket_dir: Path) -> None:
+    def told(lookups: int) -> bytes:
+        counts = dict.fromkeys(TenantCache.__struct_fields__, 0)
+        row = TenantCache(**{**counts, "name": "t", "lookups": lookups, "evicted_by": {}})
+        tenants = msgspec.structs.replace(stats(), tenants=(row,))
+        return msgspec.msgpack.encode(StepOutput(outputs=[], stats=tenants))
+
+    async def test(client: EngineClient, engine: Engine) -> None:
+        await engine.send_bytes(told(3))
+        await engine.send_bytes(told(5))
+        await engine.hears_only(client)
+        assert client.tenants.totals["t"].lookups == 5
+        assert client.tenants.now["t"].lookups == 5
+        await client.on_supervisor_message(engine.lost())
+        assert client.tenants.totals["t"].lookups == 5
+        assert client.tenants.now == {}
+        following = Engine(socket_dir, "01")
+        await client.on_supervisor_message(following.ready)
+        await following.greeted()
+        await following.send_bytes(told(7))
+        await following.hears_only(client)
+        assert client.tenants.totals["t"].lookups == 12
         following.context.destroy(linger=0)
 
     run(socket_dir, test)
