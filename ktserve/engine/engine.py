@@ -36,6 +36,10 @@ log = logging.getLogger("ktserve.engine")
 LONGEST_SLEEP_MS = 3_600_000
 """An idle engine looks at times to live once an hour at least: ZeroMQ waits for 24 days at most."""
 
+FAULTS_IN_A_ROW = 3
+"""Errors inside the cache with no good step between them after which the engine gives up: what
+comes back at once would come back for ever, and a new engine starts empty."""
+
 BREACHES_A_LINE = 1000
 """While the books stay wrong, every so many steps say so again."""
 
@@ -78,6 +82,7 @@ class Engine:
         self._cached_tokens = 0
         self._generated_tokens = 0
         self._breaches = 0
+        self._faults = 0
         self._changed = False
 
     @property
@@ -130,6 +135,7 @@ class Engine:
         self._count(batch)
         for sequence, result in zip(sampling, sampled, strict=True):
             self._advance(sequence, result)
+        self._faults = 0
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
@@ -141,7 +147,8 @@ class Engine:
         try:
             yield
         except Exception:
-            if self._cache.repairs == repairs:
+            self._faults += 1
+            if self._cache.repairs == repairs or self._faults > FAULTS_IN_A_ROW:
                 raise
             log.exception("an error inside the cache; the running requests fail")
             self._changed = True

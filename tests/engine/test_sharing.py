@@ -469,3 +469,18 @@ def test_an_error_elsewhere_ends_the_engine(harness, monkeypatch):
     run.send(prompt(1, 20))
     with pytest.raises(MemoryError):
         run.step()
+
+
+def test_an_error_inside_the_cache_that_comes_back_at_once_ends_the_engine(harness, monkeypatch):
+    run = harness()
+
+    def broken(*_arguments, **_options):
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(run.cache.forest, "match", broken)
+    run.send(prompt(1, 20))
+    for _ in range(3):
+        run.step()
+        run.audit()
+    with pytest.raises(MemoryError):
+        run.step()
