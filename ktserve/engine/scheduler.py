@@ -9,14 +9,15 @@ can, and it starts over from the front of the queue.
 A sequence that was preempted `MAX_PREEMPTIONS` times is *protected* from then on: it is preempted
 no more. Protected sequences run together only as far as the pool could hold all of them at their
 longest beside what other tenants keep, so that preempting the others always gives them the page
-they need; and so every request ends.
+they need. They take turns by arrival, whatever comes behind them; and so every request ends.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -116,10 +117,10 @@ class Scheduler:
         """
         if (refusal := self._too_long(sequence)) is not None:
             return refusal
-        # Those that the next step can take are not waiting yet, nor are those that ran already.
+        # Those that the next step can take are not waiting yet. Those that ran already are: where
+        # many are preempted, they would otherwise become more and more.
         slots = self._limits.max_running - len(self.running)
-        queued = sum(not one.preemptions for one in self.waiting)
-        if limited and queued - slots >= self._limits.max_queued:
+        if limited and len(self.waiting) - slots >= self._limits.max_queued:
             return RequestFailed(
                 request_id=sequence.request.request_id,
                 status=429,
@@ -194,6 +195,7 @@ class Scheduler:
         if prefill <= 0 or len(self.running) >= self._limits.max_running:
             return admitted
         full: set[str] = set()
+        promises = _Promises(self._cache, self.running)
         for sequence in self._candidates():
             if prefill <= 0 or len(self.running) >= self._limits.max_running:
                 break
@@ -205,11 +207,7 @@ class Scheduler:
                 continue
             # These wait for another sequence, or for their own tenant's pages, not for a place:
             # those behind them may go on.
-            if (
-                tenant in full
-                or self._would_repeat_work(sequence)
-                or not self._protectable(sequence)
-            ):
+            if not promises.keep(sequence) or tenant in full or self._would_repeat_work(sequence):
                 continue
             lacking = self._open(sequence)
             if lacking == "pool":
@@ -295,15 +293,6 @@ class Scheduler:
                 return True
         return False
 
-    def _protectable(self, sequence: Sequence) -> bool:
-        """Whether the pool could hold ``sequence``, if protected, beside the protected that run."""
-        if not _protected(sequence):
-            return True
-        needs: Counter[str] = Counter()
-        for one in [*filter(_protected, self.running), sequence]:
-            needs[one.request.namespace.tenant] += self._cache.pages_for(one.longest)
-        return self._cache.fit_together(needs)
-
     def _open(self, sequence: Sequence) -> Literal["own", "pool"] | None:
         """Give ``sequence`` its cached prefix and pages for the rest of its prompt.
 
@@ -328,8 +317,14 @@ class Scheduler:
                 lacking = "pool"
             else:
                 break
-            waits = mine if lacking == "own" else running
-            if waits or not cache.yield_pin(tenant, own=lacking == "own"):
+            own = need + mine > room.own
+            if own:
+                waits = mine > 0
+            elif cache.partitioned:
+                waits = any(cache.may_take(tenant, one) for one in self._tenants_running())
+            else:
+                waits = running > 0
+            if waits or not cache.yield_pin(tenant, own=own):
                 return lacking
         table = cache.open(
             request.namespace,
@@ -382,7 +377,49 @@ class Scheduler:
         sequence.computed = 0
         sequence.preemptions += 1
         self.preemptions += 1
-        self.waiting.appendleft(sequence)
+        # In front of those that never ran, and behind older ones that did.
+        older = itertools.takewhile(
+            lambda one: one.preemptions > 0 and one.arrival <= sequence.arrival, self.waiting
+        )
+        self.waiting.insert(sum(1 for _ in older), sequence)
+
+    def _tenants_running(self) -> set[str]:
+        return {one.request.namespace.tenant for one in self.running}
+
+
+class _Promises:
+    """Pages that the protected sequences come to have at their longest, those that run first.
+
+    Each is promised them as long as the pool could hold them all. Who has to wait keeps its turn:
+    the tenant's younger ones wait behind it, and everybody's where it is the pool that is full.
+    """
+
+    def __init__(self, cache: CacheManager, running: Iterable[Sequence]) -> None:
+        self._cache = cache
+        self._needs: Counter[str] = Counter()
+        self._waiting: set[str] = set()
+        self._full = False
+        for sequence in filter(_protected, running):
+            self._needs[sequence.request.namespace.tenant] += cache.pages_for(sequence.longest)
+
+    def keep(self, sequence: Sequence) -> bool:
+        """Promise ``sequence`` its pages; False where it must wait. Others are promised nothing."""
+        if not _protected(sequence):
+            return True
+        tenant = sequence.request.namespace.tenant
+        if self._full or tenant in self._waiting:
+            return False
+        needs = self._needs.copy()
+        needs[tenant] += self._cache.pages_for(sequence.longest)
+        if not self._cache.fit_together({tenant: needs[tenant]}):
+            self._waiting.add(tenant)
+            return False
+        # In a partitioned pool the parts are all that counts.
+        if not self._cache.partitioned and not self._cache.fit_together(needs):
+            self._full = True
+            return False
+        self._needs = needs
+        return True
 
 
 def _protected(sequence: Sequence) -> bool:

@@ -10,10 +10,11 @@ import pytest
 
 from ktserve.cache import CacheError, CacheManager, PagePool, PublicPrefix
 from ktserve.cache.audit import audit
-from ktserve.engine.scheduler import Scheduler, SchedulerLimits
+from ktserve.engine.scheduler import MAX_PREEMPTIONS, Scheduler, SchedulerLimits
 from ktserve.engine.sequence import Sequence
 from ktserve.messages import CacheOptions, Request, SamplingParams
 from ktserve.tenancy.namespace import Namespace
+from ktserve.tenancy.shares import CacheSharing
 from ktserve.tenancy.tenant import Quota
 from ktserve.tokens import TOKEN_BYTES, pack
 
@@ -22,6 +23,8 @@ ARRIVALS = 120
 
 PATIENCE = 4000
 """Steps after the last arrival within which all must have ended; they need some hundred."""
+
+STEPS_OF_LOAD = 2500
 
 
 class Life:
@@ -161,6 +164,7 @@ class Life:
             self.end(failure.request_id)
         self.scheduler.failures.clear()
         if batch is None:
+            assert not self.scheduler.busy, "somebody waits for nobody"
             return False
         self.scheduler.computed(batch)
         for sequence in [part.sequence for part in batch.parts if part.samples]:
@@ -194,7 +198,7 @@ def test_every_request_ends_and_nobody_holds_more_than_its_part(
     strangers: bool, changing: bool
 ) -> None:
     preemptions = 0
-    for seed in range(60):
+    for seed in range(100):
         life = Life(seed, strangers=strangers, changing=changing)
         for number in life.steps():
             if number % 7 == 0:
@@ -203,6 +207,8 @@ def test_every_request_ends_and_nobody_holds_more_than_its_part(
             if not changing:
                 for account in life.cache.accounts:
                     assert account.held <= account.share.cap
+                alive = [*life.scheduler.running, *life.scheduler.waiting]
+                assert all(one.preemptions <= MAX_PREEMPTIONS for one in alive)
         assert not life.scheduler.busy, f"seed {seed}: somebody waits for ever"
         assert sorted(life.ended) == life.added
         assert not life.cache.tables
@@ -247,3 +253,144 @@ def test_a_tenant_below_its_floor_loses_nothing_to_others_running_sequences() ->
                     scheduler.remove(sequence)
             assert cache.accounts.of("quiet").held == 16
         assert not scheduler.busy
+
+
+def make_scheduler(
+    cache: CacheManager, *, max_running: int = 8, max_queued: int = 100
+) -> Scheduler:
+    limits = SchedulerLimits(
+        max_running=max_running,
+        max_queued=max_queued,
+        max_batched_tokens=4096,
+        prefill_tokens=4096,
+        policy="fcfs",
+    )
+    return Scheduler(cache, limits)
+
+
+def make_sequence(
+    number: int,
+    tokens: list[int],
+    max_tokens: int,
+    *,
+    tenant: str = "a",
+    arrival: float = 0.0,
+    insert: bool = True,
+) -> Sequence:
+    request = Request(
+        request_id=number,
+        namespace=Life.namespace(tenant, None),
+        prompt=pack(tokens),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        cache=CacheOptions(insert=insert),
+    )
+    return Sequence(request, seed=0, arrival=arrival)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "small", "cap"),
+    [
+        ("shared", 20, None),
+        ("shared", 36, None),  # two at a time never fit at their longest
+        ("shared", 17, 0.5),
+        ("floors", 14, None),
+        ("floors", 25, None),
+        ("floors", 17, 0.4),
+        ("partitioned", 7, None),
+        ("partitioned", 13, None),
+    ],
+)
+def test_under_a_load_that_never_ends_each_has_its_turn_and_the_queue_its_limit(
+    sharing: CacheSharing, small: int, cap: float | None
+) -> None:
+    draw = random.Random(small)
+    quotas = {"a": Quota(cache_cap=cap), "b": Quota(), "quiet": Quota()}
+    max_running, max_queued = 12, 4
+    cache = CacheManager(PagePool(60), 1, sharing=sharing, quotas=quotas)
+    quiet = cache.accounts.of("quiet")
+    floor = quiet.share.floor
+    table = cache.open(Life.namespace("quiet", None), pack(range(floor + 1)))
+    assert cache.grow(table, floor)
+    cache.close(table, pack(range(floor)))
+    scheduler = make_scheduler(cache, max_running=max_running, max_queued=max_queued)
+    came: dict[int, int] = {}
+    longest_life = count = 0
+    for step in range(STEPS_OF_LOAD):
+        while True:  # as many as the queue takes
+            count += 1
+            tenant = draw.choice("ab")
+            most = cache.capacity(tenant) - 1 if draw.random() < 0.1 else small
+            prompt = [draw.randrange(1000)]
+            one = make_sequence(count, prompt, most, tenant=tenant, arrival=step)
+            if scheduler.add(one) is not None:
+                break
+            came[count] = step
+        batch = scheduler.next_batch()
+        assert batch is not None
+        scheduler.computed(batch)
+        for sequence in [part.sequence for part in batch.parts if part.samples]:
+            sequence.append(draw.randrange(1000))
+            if sequence.generated >= sequence.request.sampling.max_tokens:
+                scheduler.remove(sequence)
+                longest_life = max(longest_life, step - came.pop(sequence.request.request_id))
+        assert len(scheduler.waiting) <= max_queued + max_running
+        alive = [*scheduler.running, *scheduler.waiting]
+        assert all(one.preemptions <= MAX_PREEMPTIONS for one in alive), "protected for nothing"
+        assert quiet.held == floor
+    assert scheduler.preemptions > 200
+    # All that are there at once could run one after the other in that time.
+    bound = (max_queued + 2 * max_running) * 60
+    assert longest_life <= bound
+    assert STEPS_OF_LOAD - min(came.values()) <= bound
+
+
+@pytest.mark.parametrize("sharing", ["floors", "partitioned"])
+def test_who_stays_within_its_floor_is_preempted_for_nobody_else(sharing: CacheSharing) -> None:
+    # Its sequences never need a second page, for which they might have to give up their own.
+    draw = random.Random(1)
+    cache = CacheManager(
+        PagePool(60), 8, sharing=sharing, quotas={"a": Quota(), "b": Quota(), "quiet": Quota()}
+    )
+    scheduler = make_scheduler(cache)
+    for number in range(1, 1500):
+        tenant, most = draw.choice([("a", 140), ("b", 140), ("quiet", 7)])
+        one = make_sequence(
+            number, [number], most, tenant=tenant, arrival=number, insert=tenant != "quiet"
+        )
+        quiet = [
+            one
+            for one in (*scheduler.running, *scheduler.waiting)
+            if one.request.namespace.tenant == "quiet"
+        ]
+        if tenant != "quiet" or not quiet:
+            assert scheduler.add(one) is None
+        assert not any(one.preemptions for one in quiet)
+        batch = scheduler.next_batch()
+        assert batch is not None
+        scheduler.computed(batch)
+        for sequence in [part.sequence for part in batch.parts if part.samples]:
+            sequence.append(draw.randrange(1000))
+            if sequence.generated >= sequence.request.sampling.max_tokens:
+                scheduler.remove(sequence)
+        while len(scheduler.waiting) > 8:
+            scheduler.remove(scheduler.waiting[-1])
+    assert scheduler.preemptions > 40
+
+
+def test_a_pin_beyond_its_tenants_lowered_part_gives_way_to_another_tenants_request() -> None:
+    cache = CacheManager(
+        PagePool(100), 1, sharing="partitioned", quotas={"a": Quota(1), "b": Quota(9)}
+    )
+    pins = {}
+    for tenant, length in (("b", 8), ("a", 2)):
+        namespace, tokens = Life.namespace(tenant, None), pack(range(length))
+        table = cache.open(namespace, tokens)
+        assert cache.grow(table, length)
+        cache.close(table, tokens)
+        pins[tenant] = cache.pin(namespace, tokens)
+    cache.set_quotas({"a": Quota(19), "b": Quota(1)})
+    scheduler = make_scheduler(cache)
+    # Below a's part beside a's own pin, and more than b's pin leaves.
+    assert scheduler.add(make_sequence(1, [7] * 92, 1)) is None
+    assert scheduler.next_batch() is not None
+    assert list(cache.kept.pins) == [pins["a"].id]
