@@ -45,6 +45,8 @@ class PublicPrefixes:
     def computed(self, request_id: int) -> None:
         """Show the prefix to its readers: its request has ended well."""
         prefix = self._computing.pop(request_id)
+        if self._cache.kept.public.get(prefix.name) is not prefix:
+            return  # it was replaced meanwhile
         if not self._cache.hold(prefix):
             log.error("public prefix %s was computed and is not in the cache", prefix.name)
             self._withdraw(prefix)

@@ -198,7 +198,7 @@ def test_every_request_ends_and_nobody_holds_more_than_its_part(
     strangers: bool, changing: bool
 ) -> None:
     preemptions = 0
-    for seed in range(100):
+    for seed in range(60):
         life = Life(seed, strangers=strangers, changing=changing)
         for number in life.steps():
             if number % 7 == 0:
@@ -394,3 +394,32 @@ def test_a_pin_beyond_its_tenants_lowered_part_gives_way_to_another_tenants_requ
     assert scheduler.add(make_sequence(1, [7] * 92, 1)) is None
     assert scheduler.next_batch() is not None
     assert list(cache.kept.pins) == [pins["a"].id]
+
+
+@pytest.mark.parametrize(
+    ("cap", "runs"),
+    [(None, "b"), (0.5, "a")],
+    ids=["of the pool", "of its tenant's part"],
+)
+def test_a_protected_sequence_that_waits_is_not_overtaken_to_the_pages_it_waits_for(
+    cap: float | None, runs: str
+) -> None:
+    quotas = {"a": Quota(cache_cap=cap), "b": Quota()}
+    cache = CacheManager(PagePool(40), 1, sharing="shared", quotas=quotas)
+    scheduler = make_scheduler(cache)
+    part = cache.capacity("a")
+    arriving = [(runs, part // 2), ("a", part), ("a", part // 2), ("b", 20)]
+    first, large, small, other = (
+        make_sequence(number, [number], pages - 1, tenant=tenant, arrival=number)
+        for number, (tenant, pages) in enumerate(arriving, 1)
+    )
+    for one in (first, large, small, other):
+        one.preemptions = MAX_PREEMPTIONS
+        assert scheduler.add(one) is None
+    assert scheduler.next_batch() is not None
+    # Where it is its tenant's part that is too small, it holds up its tenant alone.
+    assert scheduler.running == ([first] if cap is None else [first, other])
+    scheduler.remove(first)
+    assert scheduler.next_batch() is not None
+    assert large in scheduler.running
+    assert small not in scheduler.running
