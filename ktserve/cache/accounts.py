@@ -162,7 +162,6 @@ class Accounts:
     ) -> None:
         self.pages = pages
         self.sharing = sharing
-        self.policy = policy
         self.key = POLICIES[policy]
         self.resident = self.locked = self.private = self.spare = self.floors = 0
         self.evicted = 0
@@ -315,12 +314,16 @@ class Accounts:
             resident, locked = (sum(t.resident for t in trees), sum(t.locked for t in trees))
             self.change(account, resident, locked)
 
-    def note_lookup(self, account: Account, prompt_tokens: int, hit_tokens: int) -> None:
-        """Count a request's lookup."""
-        account.lookups += 1
-        account.prompt_tokens += prompt_tokens
-        account.hits += hit_tokens > 0
-        account.hit_tokens += hit_tokens
+    def note_lookup(self, tree: Tree, prompt_tokens: int, hit_tokens: int) -> None:
+        """Count a request's lookup, for its tenant and its namespace."""
+        account = tree.account
+        # The whole before its parts, so that a part never exceeds it.
+        counted: tuple[Account | Tree, ...] = (account, tree)
+        for counts in counted:
+            counts.lookups += 1
+            counts.prompt_tokens += prompt_tokens
+            counts.hits += hit_tokens > 0
+            counts.hit_tokens += hit_tokens
         account.hit_rate += HIT_RATE_STEP * (hit_tokens / prompt_tokens - account.hit_rate)
 
     def _share_out(self) -> None:

@@ -185,8 +185,7 @@ class CacheManager:
     def peek(self, namespace: Namespace, prompt: bytes) -> tuple[int, int]:
         """What `open` would find: cached pages, and how many of them it would make unavailable."""
         limit = self._cacheable(prompt)
-        public = self.kept.base_for(namespace, prompt, limit)
-        behind = None if public is None else public.behind
+        behind = _behind(self.kept.base_for(namespace, prompt, limit))
         return self.forest.peek(namespace, prompt, limit, behind)
 
     @_recovering
@@ -226,7 +225,7 @@ class CacheManager:
             request=request,
             why=why,
             priority=priority,
-            behind=None if public is None else public.behind,
+            behind=_behind(public),
         )
         tree = lease.node.tree
         tokens = len(prompt) // TOKEN_BYTES
@@ -241,7 +240,7 @@ class CacheManager:
         if first:
             table.reason = self._reason(reason, tokens, lookup=lookup)
             if self.enabled and lookup:
-                self._note_lookup(tree, tokens, table.cached_tokens)
+                self.accounts.note_lookup(tree, tokens, table.cached_tokens)
         if len(tree.account.trees) > self._max_namespaces and not _is_public(tree.account):
             crowd = max(1, self._max_namespaces // _CROWD_PART)
             self._free(self.forest.flush(self.forest.emptiest(tree.account, crowd), Why.NAMESPACES))
@@ -352,8 +351,7 @@ class CacheManager:
             CacheError: nothing of it is cached, or the budget does not allow it.
         """
         pages = len(tokens) // TOKEN_BYTES // self.page_size
-        public = self.kept.base_for(namespace, tokens, pages)
-        behind = None if public is None else public.behind
+        behind = _behind(self.kept.base_for(namespace, tokens, pages))
         own = self.forest.peek(namespace, tokens, pages, behind)[0]
         own -= 0 if behind is None else behind.pages
         if not own:
@@ -485,14 +483,6 @@ class CacheManager:
             return Reason(kind="below_page")
         return found
 
-    def _note_lookup(self, tree: Tree, prompt_tokens: int, hit_tokens: int) -> None:
-        # The whole before its parts, so that a part never exceeds it.
-        self.accounts.note_lookup(tree.account, prompt_tokens, hit_tokens)
-        tree.lookups += 1
-        tree.prompt_tokens += prompt_tokens
-        tree.hits += hit_tokens > 0
-        tree.hit_tokens += hit_tokens
-
     @_recovering
     def _register(self, prefix: PublicPrefix) -> None:
         known = self.kept.public.get(prefix.name)
@@ -539,6 +529,10 @@ class CacheManager:
 
     def _cacheable(self, prompt: bytes) -> int:
         return (len(prompt) // TOKEN_BYTES - 1) // self.page_size if self.enabled else 0
+
+
+def _behind(public: PublicPrefix | None) -> Behind | None:
+    return None if public is None else public.behind
 
 
 def _is_public(account: Account) -> bool:

@@ -309,23 +309,18 @@ class Scheduler:
             need = cache.pages_for(sequence.length) - matched + locked
             room = cache.rooms(tenant)
             # Also a page for each running sequence, or the next step would preempt one.
-            if need + mine > room.own:
-                lacking: Literal["own", "pool"] = "own"
-            elif cache.partitioned and need + mine > room.pool:
-                lacking = "own"  # others hold more than quotas of now allow them
-            elif need + running > room.pool and not cache.partitioned:
-                lacking = "pool"
-            else:
-                break
             own = need + mine > room.own
             if own:
                 waits = mine > 0
+            elif need + (mine if cache.partitioned else running) <= room.pool:
+                break
             elif cache.partitioned:
+                # Others hold more than quotas of now allow them.
                 waits = any(cache.may_take(tenant, one) for one in self._tenants_running())
             else:
                 waits = running > 0
             if waits or not cache.yield_pin(tenant, own=own):
-                return lacking
+                return "own" if own or cache.partitioned else "pool"
         table = cache.open(
             request.namespace,
             bytes(sequence.tokens),

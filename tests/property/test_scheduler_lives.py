@@ -10,7 +10,7 @@ import pytest
 
 from ktserve.cache import CacheError, CacheManager, PagePool, PublicPrefix
 from ktserve.cache.audit import audit
-from ktserve.engine.scheduler import MAX_PREEMPTIONS, Scheduler, SchedulerLimits
+from ktserve.engine.scheduler import MAX_PREEMPTIONS, Batch, Scheduler, SchedulerLimits
 from ktserve.engine.sequence import Sequence
 from ktserve.messages import CacheOptions, Request, SamplingParams
 from ktserve.tenancy.namespace import Namespace
@@ -25,6 +25,18 @@ PATIENCE = 4000
 """Steps after the last arrival within which all must have ended; they need some hundred."""
 
 STEPS_OF_LOAD = 2500
+
+
+def compute(scheduler: Scheduler, batch: Batch, draw: random.Random, ids: int) -> list[int]:
+    """Run ``batch`` without a model, on ``ids`` token ids; the requests that have ended by it."""
+    scheduler.computed(batch)
+    ended = []
+    for sequence in [part.sequence for part in batch.parts if part.samples]:
+        sequence.append(draw.randrange(ids))
+        if sequence.generated >= sequence.request.sampling.max_tokens:
+            scheduler.remove(sequence)
+            ended.append(sequence.request.request_id)
+    return ended
 
 
 class Life:
@@ -166,12 +178,8 @@ class Life:
         if batch is None:
             assert not self.scheduler.busy, "somebody waits for nobody"
             return False
-        self.scheduler.computed(batch)
-        for sequence in [part.sequence for part in batch.parts if part.samples]:
-            sequence.append(self.draw.randrange(3))
-            if sequence.generated >= sequence.request.sampling.max_tokens:
-                self.scheduler.remove(sequence)
-                self.end(sequence.request.request_id)
+        for request_id in compute(self.scheduler, batch, self.draw, 3):
+            self.end(request_id)
         return True
 
     def steps(self) -> Iterator[int]:
@@ -223,46 +231,29 @@ def test_a_tenant_below_its_floor_loses_nothing_to_others_running_sequences() ->
         draw = random.Random(seed)
         quotas = {"quiet": Quota(), "noisy": Quota()}
         cache = CacheManager(PagePool(64), 1, sharing="floors", quotas=quotas)
-        scheduler = Scheduler(
-            cache,
-            SchedulerLimits(
-                max_running=8,
-                max_queued=100,
-                max_batched_tokens=64,
-                prefill_tokens=64,
-                policy="fcfs",
-            ),
-        )
+        scheduler = make_scheduler(cache, step_tokens=64)
         tokens = pack([draw.randrange(3) for _ in range(16)])  # its floor is 16 pages
         table = cache.open(Life.namespace("quiet", None), tokens)
         assert cache.grow(table, len(tokens) // TOKEN_BYTES)
         cache.close(table, tokens)
         for number in range(1, 20):
-            request = Request(
-                request_id=number,
-                namespace=Life.namespace("noisy", None),
-                prompt=pack([draw.randrange(50) for _ in range(draw.randrange(1, 30))]),
-                sampling=SamplingParams(max_tokens=draw.randrange(1, 18)),
-            )
-            assert scheduler.add(Sequence(request, seed=0, arrival=0.0)) is None
+            prompt = [draw.randrange(50) for _ in range(draw.randrange(1, 30))]
+            one = make_sequence(number, prompt, draw.randrange(1, 18), tenant="noisy")
+            assert scheduler.add(one) is None
         while (batch := scheduler.next_batch()) is not None:
-            scheduler.computed(batch)
-            for sequence in [part.sequence for part in batch.parts if part.samples]:
-                sequence.append(draw.randrange(50))
-                if sequence.generated >= sequence.request.sampling.max_tokens:
-                    scheduler.remove(sequence)
+            compute(scheduler, batch, draw, 50)
             assert cache.accounts.of("quiet").held == 16
         assert not scheduler.busy
 
 
 def make_scheduler(
-    cache: CacheManager, *, max_running: int = 8, max_queued: int = 100
+    cache: CacheManager, *, max_running: int = 8, max_queued: int = 100, step_tokens: int = 4096
 ) -> Scheduler:
     limits = SchedulerLimits(
         max_running=max_running,
         max_queued=max_queued,
-        max_batched_tokens=4096,
-        prefill_tokens=4096,
+        max_batched_tokens=step_tokens,
+        prefill_tokens=step_tokens,
         policy="fcfs",
     )
     return Scheduler(cache, limits)
@@ -327,12 +318,8 @@ def test_under_a_load_that_never_ends_each_has_its_turn_and_the_queue_its_limit(
             came[count] = step
         batch = scheduler.next_batch()
         assert batch is not None
-        scheduler.computed(batch)
-        for sequence in [part.sequence for part in batch.parts if part.samples]:
-            sequence.append(draw.randrange(1000))
-            if sequence.generated >= sequence.request.sampling.max_tokens:
-                scheduler.remove(sequence)
-                longest_life = max(longest_life, step - came.pop(sequence.request.request_id))
+        for request_id in compute(scheduler, batch, draw, 1000):
+            longest_life = max(longest_life, step - came.pop(request_id))
         assert len(scheduler.waiting) <= max_queued + max_running
         alive = [*scheduler.running, *scheduler.waiting]
         assert all(one.preemptions <= MAX_PREEMPTIONS for one in alive), "protected for nothing"
@@ -367,11 +354,7 @@ def test_who_stays_within_its_floor_is_preempted_for_nobody_else(sharing: CacheS
         assert not any(one.preemptions for one in quiet)
         batch = scheduler.next_batch()
         assert batch is not None
-        scheduler.computed(batch)
-        for sequence in [part.sequence for part in batch.parts if part.samples]:
-            sequence.append(draw.randrange(1000))
-            if sequence.generated >= sequence.request.sampling.max_tokens:
-                scheduler.remove(sequence)
+        compute(scheduler, batch, draw, 1000)
         while len(scheduler.waiting) > 8:
             scheduler.remove(scheduler.waiting[-1])
     assert scheduler.preemptions > 40

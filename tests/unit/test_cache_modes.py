@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from clocks import HandClock
 
 from ktserve.cache import BlockTable, CacheManager, PagePool
 from ktserve.cache.audit import audit
@@ -17,23 +18,15 @@ MODES: list[CacheSharing] = ["shared", "floors", "partitioned"]
 EQUAL = {"a": Quota(), "b": Quota()}
 
 
-class Clock:
-    """Seconds, turned by hand."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> int:
-        return int(self.seconds * 1_000_000_000)
-
-
 def manager(
     sharing: CacheSharing,
     pages: int = 20,
     quotas: Mapping[str, Quota] = EQUAL,
-    clock: Clock | None = None,
+    clock: HandClock | None = None,
 ) -> CacheManager:
-    return CacheManager(PagePool(pages), 1, sharing=sharing, quotas=quotas, clock=clock or Clock())
+    return CacheManager(
+        PagePool(pages), 1, sharing=sharing, quotas=quotas, clock=clock or HandClock()
+    )
 
 
 def ns(tenant: str, salt: str | None = None) -> Namespace:
@@ -126,7 +119,7 @@ def test_where_nobody_is_above_its_floor_a_tenant_gives_its_own() -> None:
 
 def test_floors_spare_the_older_pages_of_a_tenant_that_hits() -> None:
     def first_to_give(a_hits: bool) -> set[str]:
-        clock = Clock()
+        clock = HandClock()
         cache = manager("floors", quotas={n: Quota(cache_floor=0.1) for n in "abc"}, clock=clock)
         if a_hits:
             for _ in range(40):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 
 import pytest
+from clocks import HandClock
 
 from ktserve.cache import BlockTable, CacheManager, PagePool
 from ktserve.cache.audit import audit
@@ -20,20 +21,10 @@ from ktserve.tokens import pack
 SECOND = 1_000_000_000
 
 
-class Clock:
-    """Seconds, turned by hand."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def __call__(self) -> int:
-        return int(self.seconds * SECOND)
-
-
 def manager(
     pages: int = 20,
     *,
-    clock: Clock | None = None,
+    clock: HandClock | None = None,
     quotas: Mapping[str, Quota] | None = None,
     max_namespaces: int = 10_000,
     max_nodes: int | None = None,
@@ -47,7 +38,7 @@ def manager(
         max_namespaces=max_namespaces,
         max_nodes=max_nodes,
         pin_budget=0.5,
-        clock=clock or Clock(),
+        clock=clock or HandClock(),
     )
 
 
@@ -151,8 +142,8 @@ def test_flush_forgets_everything_but_what_runs() -> None:
 # Time to live.
 
 
-def aging(ttl: float | None = 10.0) -> tuple[CacheManager, Clock]:
-    clock = Clock()
+def aging(ttl: float | None = 10.0) -> tuple[CacheManager, HandClock]:
+    clock = HandClock()
     return manager(clock=clock, quotas={"t": Quota(cache_ttl=ttl), "other": Quota()}), clock
 
 
@@ -354,7 +345,7 @@ def expect_nothing(cache: CacheManager) -> None:
 
 @pytest.mark.parametrize("way", ["evict", "flush", "flush one by one", "expire", "limit"])
 def test_ten_thousand_salts_leave_nothing_behind(way: str) -> None:
-    clock = Clock()
+    clock = HandClock()
     cache = manager(
         500 if way == "evict" else 12_000,
         clock=clock,

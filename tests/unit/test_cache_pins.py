@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from clocks import TickingClock
 
 from ktserve.cache import BlockTable, CacheError, CacheManager, PagePool
 from ktserve.cache.audit import audit
@@ -13,17 +14,6 @@ from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.shares import CacheSharing
 from ktserve.tenancy.tenant import Quota
 from ktserve.tokens import pack
-
-
-class Clock:
-    """A second for each look."""
-
-    def __init__(self) -> None:
-        self.seconds = 0
-
-    def __call__(self) -> int:
-        self.seconds += 1
-        return self.seconds * 1_000_000_000
 
 
 def manager(
@@ -42,7 +32,7 @@ def manager(
         policy=policy,
         quotas=quotas,
         pin_budget=budget,
-        clock=Clock(),
+        clock=TickingClock(),
     )
 
 

@@ -6,6 +6,7 @@ import gc
 import sys
 
 import pytest
+from clocks import TickingClock
 
 from ktserve.cache import CacheManager, PagePool
 from ktserve.cache.audit import audit
@@ -17,19 +18,10 @@ POLICIES: list[EvictionPolicy] = ["lru", "lfu", "slru", "fifo", "priority"]
 PAGES = 64
 
 
-class Ticks:
-    """Each look at the clock is a second later."""
-
-    def __init__(self) -> None:
-        self.seconds = 0
-
-    def __call__(self) -> int:
-        self.seconds += 1
-        return self.seconds * 1_000_000_000
-
-
 def manager(policy: EvictionPolicy, page_size: int = 1, pages: int = PAGES) -> CacheManager:
-    return CacheManager(PagePool(pages), page_size, sharing="shared", policy=policy, clock=Ticks())
+    return CacheManager(
+        PagePool(pages), page_size, sharing="shared", policy=policy, clock=TickingClock()
+    )
 
 
 def ns(tenant: str = "t", salt: str | None = None) -> Namespace:

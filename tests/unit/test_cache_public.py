@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 import pytest
+from clocks import TickingClock
 
 from ktserve.cache import BlockTable, CacheError, CacheManager, PagePool
 from ktserve.cache.accounts import PUBLIC_TENANT
@@ -18,17 +19,6 @@ from ktserve.tokens import pack, unpack
 PROMPT = [1, 2, 3, 4]
 MODES: list[CacheSharing] = ["shared", "floors", "partitioned"]
 READERS = {"a": Quota(), "b": Quota(), "other": Quota()}
-
-
-class Clock:
-    """A second for each look."""
-
-    def __init__(self) -> None:
-        self.seconds = 0
-
-    def __call__(self) -> int:
-        self.seconds += 1
-        return self.seconds * 1_000_000_000
 
 
 def manager(
@@ -47,7 +37,7 @@ def manager(
         quotas=quotas,
         pin_budget=budget,
         reserve_public=reserve_public,
-        clock=Clock(),
+        clock=TickingClock(),
     )
 
 

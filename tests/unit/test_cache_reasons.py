@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from clocks import HandClock
 
 from ktserve.cache import BlockTable, CacheManager, PagePool, Reason
 from ktserve.cache.audit import audit
@@ -13,16 +14,6 @@ from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.shares import CacheSharing
 from ktserve.tenancy.tenant import Quota
 from ktserve.tokens import pack
-
-
-class Clock:
-    """Seconds, turned by hand."""
-
-    def __init__(self) -> None:
-        self.seconds = 0
-
-    def __call__(self) -> int:
-        return self.seconds * 1_000_000_000
 
 
 class World:
@@ -39,7 +30,7 @@ class World:
         max_nodes: int | None = None,
         max_namespaces: int = 100,
     ) -> None:
-        self.clock = Clock()
+        self.clock = HandClock()
         self.cache = CacheManager(
             PagePool(pages),
             page_size,
