@@ -15,6 +15,7 @@ from ktserve.cache import CacheManager, Lease, PagePool, Records
 from ktserve.cache.forest import EDGE_TOKENS
 from ktserve.cache.pool import PageIds
 from ktserve.cache.records import Why
+from ktserve.cache.walk import path
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.tenant import Quota
 from ktserve.tokens import TOKEN_BYTES
@@ -222,10 +223,7 @@ class FilledForest:
         pages = self._pages(prompt)
         lease = self._forest.match(self._namespaces[0], prompt, pages)[0]
         self._forest.release(lease)
-        node, count = lease.node, 0
-        while node.parent is not None:
-            node, count = node.parent, count + 1
-        return count
+        return len(path(lease.node)) - 1  # without the root
 
     # How it is set up.
 

@@ -25,7 +25,7 @@ from ktserve.bench.traces import PAGE_TOKENS, BlockIds, Trace, TraceRequest, pag
 from ktserve.cache import CacheManager, PagePool
 from ktserve.cache.policies import EvictionPolicy
 from ktserve.tenancy.namespace import Namespace
-from ktserve.tenancy.shares import CacheSharing, divide
+from ktserve.tenancy.shares import CacheSharing
 from ktserve.tenancy.tenant import Quota
 from ktserve.tokens import TOKEN_BYTES
 
@@ -206,21 +206,21 @@ def replay(
         for tenant in tallies
     }
     now = 0
+    pool = PagePool(pages)
     try:
-        divide(sharing, pages, quotas)
+        cache = CacheManager(
+            pool,
+            PAGE_TOKENS,
+            sharing=sharing,
+            policy=policy,
+            quotas=quotas,
+            clock=lambda: now,
+        )
     except ValueError:
         raise NoPages(
             f"{pages:,}, {sharing}, leave one of {len(quotas):,} tenants without a page; "
             "give more pages, or fewer --tenants"
         ) from None
-    cache = CacheManager(
-        PagePool(pages),
-        PAGE_TOKENS,
-        sharing=sharing,
-        policy=policy,
-        quotas=quotas,
-        clock=lambda: now,
-    )
     for turn in turns:
         now = turn.at
         tally = tallies[turn.tenant]

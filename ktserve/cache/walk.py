@@ -199,8 +199,7 @@ def _giver(
     chosen, best, most = taker, 0.0, taker.evictable - taken[taker.tenant]
     found = False
     for account in accounts:
-        above = min(account.evictable, account.held - account.share.floor)
-        spare = above - taken[account.tenant]
+        spare = account.spare - taken[account.tenant]
         first = head(account) if spare > 0 else None
         if first is None:
             continue

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, TypeVar, get_args
+from typing import Annotated, get_args
 
 import typer
 
+from ktserve.cli.bench.names import names
 from ktserve.cli.bench.report import JsonFile, check_directory, record_of, refuse, say, show
 from ktserve.cli.exit_codes import ExitCode
 from ktserve.cli.help import Command
@@ -23,8 +23,6 @@ _MATRIX = {
     "records": "off,on",
 }
 """The lists of ``--matrix``."""
-
-Name = TypeVar("Name", bound=str)
 
 
 def register(app: typer.Typer) -> None:
@@ -110,15 +108,13 @@ def _cache(
     }
     operations = get_args(Operation)
     plan = Plan(
-        operations=operations
-        if operation is None
-        else _names("--operation", operation, operations),
+        operations=operations if operation is None else names("--operation", operation, operations),
         prompt_tokens=_numbers("--prompt-tokens", prompt_tokens, 256, 1_048_576),
         nodes=_numbers("--nodes", lists["nodes"], 1, 5_000_000),
         page_size=_numbers("--page-size", lists["page_size"], 1, 256),
         namespaces=_numbers("--namespaces", lists["namespaces"], 1, 1_000_000),
         tenants=_numbers("--tenants", lists["tenants"], 1, 10_000),
-        records=_names("--records", lists["records"], get_args(Records)),
+        records=names("--records", lists["records"], get_args(Records)),
         repetitions=repetitions,
     )
     check_directory(json_file)
@@ -152,11 +148,3 @@ def _numbers(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
             " with a comma between them"
         )
     return numbers
-
-
-def _names(flag: str, text: str, known: Sequence[Name]) -> tuple[Name, ...]:
-    named = [part.strip() for part in text.split(",")]
-    found = tuple(name for part in named for name in known if name == part)
-    if len(found) < len(named) or len(set(found)) < len(found):
-        refuse(f"{flag}: takes each of {', '.join(known)} once at most, not {text!r}")
-    return found

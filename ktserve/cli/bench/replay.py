@@ -6,10 +6,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from ktserve.cli.bench.names import Name, names
 from ktserve.cli.bench.report import JsonFile, check_directory, record_of, refuse, say, show
 from ktserve.cli.exit_codes import ExitCode
 from ktserve.cli.help import Command
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from ktserve.bench.replay_report import TraceReport
 
 _MAX_SIZES = 16
-
-Name = TypeVar("Name", bound=str)
 
 
 def register(app: typer.Typer) -> None:
@@ -102,9 +101,9 @@ def _replay(
 
     plan = Plan(
         pages=_sizes(pages),
-        sharing=_names("--sharing", sharing, get_args(CacheSharing)),
+        sharing=_ordered("--sharing", sharing, get_args(CacheSharing)),
         # Clients set priorities, and a trace has none.
-        policies=_names(
+        policies=_ordered(
             "--policy", policy, [name for name in get_args(EvictionPolicy) if name != "priority"]
         ),
         tenants=tenants,
@@ -146,9 +145,6 @@ def _sizes(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def _names(flag: str, text: str, known: Sequence[Name]) -> tuple[Name, ...]:
-    named = [part.strip() for part in text.split(",")]
-    found = tuple(name for name in known if name in named)
-    if len(found) < len(named):
-        refuse(f"{flag}: takes each of {', '.join(known)} once at most, not {text!r}")
-    return found
+def _ordered(flag: str, text: str, known: Sequence[Name]) -> tuple[Name, ...]:
+    """The words of ``text`` in the order of ``known``, which is that of the table's rows."""
+    return tuple(sorted(names(flag, text, known), key=known.index))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ktserve.cli.bench.names import names
 from ktserve.cli.bench.report import JsonFile, check_directory, record_of, refuse, say, show
 from ktserve.cli.exit_codes import ExitCode
 from ktserve.cli.help import Command
@@ -93,7 +94,7 @@ def _serve(
     Ctrl-C prints what there is.
     """
     from ktserve.bench.results import Results
-    from ktserve.bench.serve import Plan, Server
+    from ktserve.bench.serve import WORKLOADS, Plan, Server
     from ktserve.bench.target import TargetError
     from ktserve.bench.workloads import Shape
 
@@ -117,7 +118,7 @@ def _serve(
             )
         )
     plan = Plan(
-        workloads=_workloads(workload),
+        workloads=names("--workload", workload, WORKLOADS),
         runs=runs,
         shape=Shape(
             prompt_tokens=prompt_tokens,
@@ -196,16 +197,6 @@ def _object(flag: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         refuse(f"{flag}: must be a JSON object, for example '{{\"top_k\": 1}}'")
     return value
-
-
-def _workloads(text: str) -> list[Any]:
-    from ktserve.bench.serve import WORKLOADS
-
-    names = [name.strip() for name in text.split(",")]
-    wrong = [name for name in names if name not in WORKLOADS]
-    if wrong or len(set(names)) < len(names):
-        refuse(f"--workload: takes each of {', '.join(WORKLOADS)} once at most, not {text!r}")
-    return names
 
 
 def _concurrency(text: str) -> tuple[int, ...]:
