@@ -34,6 +34,7 @@ import zmq.asyncio
 
 from ktserve.config import Settings
 from ktserve.messages import Failed, FromSupervisor, Hello, ToSupervisor
+from ktserve.tenancy.tenants import Roster
 
 Role = Literal["engine", "api"]
 
@@ -57,11 +58,13 @@ class ChildConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pseudonym_key: the key of this boot under which namespaces are shown.
+        roster: the tenants, with what an operator has changed.
     """
 
     settings: Settings
     runtime_dir: str
     pseudonym_key: bytes
+    roster: Roster
 
     def __repr__(self) -> str:
         return f"ChildConfig(runtime_dir={self.runtime_dir!r}, ...)"

@@ -11,6 +11,8 @@ from typing import Literal
 import msgspec
 
 from ktserve.tenancy.namespace import Namespace
+from ktserve.tenancy.tenant import Quota
+from ktserve.tenancy.tenants import Roster
 
 FinishReason = Literal["stop", "length"]
 
@@ -69,6 +71,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
         request_id: unique within one life of the API process.
         namespace: under which its prefix is looked up and kept. Required, here and everywhere.
         prompt: token ids as bytes, see `ktserve.tokens`; at least one token.
+        answer: the id under which the client gets the answer, for operators; a batch's prompts and
+            the choices of one prompt share it.
     """
 
     request_id: int
@@ -76,6 +80,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     prompt: bytes
     sampling: SamplingParams
     cache: CacheOptions = CacheOptions()
+    answer: str = ""
 
     def __repr__(self) -> str:
         return f"Request(request_id={self.request_id}, prompt={len(self.prompt)} bytes, ...)"
@@ -100,7 +105,13 @@ class PublicPrefix(msgspec.Struct, frozen=True, kw_only=True, tag="public_prefix
     prompt: bytes
 
 
-ToEngine = Request | Abort | PublicPrefix
+class PublicNames(msgspec.Struct, frozen=True, kw_only=True, tag="public_names"):
+    """The names of all public prefixes there are; any other is withdrawn."""
+
+    names: tuple[str, ...]
+
+
+ToEngine = Request | Abort | PublicPrefix | PublicNames
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -316,5 +327,221 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """From the supervisor to a child: end now."""
 
 
-ToSupervisor = Hello | EngineReady | ApiReady | Failed | Drained
-FromSupervisor = EngineReady | EngineLost | Drain | Stop
+# What an operator wants done. Each has an id, and its answer the same one.
+
+
+class Flush(msgspec.Struct, frozen=True, kw_only=True, tag="flush"):
+    """To the engine: forget what no lease covers. Answer: `Flushed`.
+
+    Attributes:
+        namespaces: the indices of trees; None is all of them.
+    """
+
+    id: int
+    namespaces: tuple[int, ...] | None
+
+
+class SetQuotas(msgspec.Struct, frozen=True, kw_only=True, tag="set_quotas"):
+    """To the engine: divide the pool anew among all tenants. Answer: `QuotasSet`."""
+
+    id: int
+    quotas: dict[str, Quota]
+
+
+class PinPath(msgspec.Struct, frozen=True, kw_only=True, tag="pin_path"):
+    """To the engine: keep a prefix from eviction. Answer: `Pinned`.
+
+    Attributes:
+        namespace: the index of its tree.
+        nodes: ids from the root, itself included, to where the prefix ends.
+    """
+
+    id: int
+    namespace: int
+    nodes: tuple[int, ...]
+
+
+class Unpin(msgspec.Struct, frozen=True, kw_only=True, tag="unpin"):
+    """To the engine: let a pinned prefix go. Answer: `Done`."""
+
+    id: int
+    pin: int
+
+
+class ListVictims(msgspec.Struct, frozen=True, kw_only=True, tag="list_victims"):
+    """To the engine: what would go next. Answer: `VictimList`.
+
+    Attributes:
+        tenant: whose nodes, in their order.
+        most: entries.
+    """
+
+    id: int
+    tenant: str
+    most: int
+
+
+class ReadTokens(msgspec.Struct, frozen=True, kw_only=True, tag="read_tokens"):
+    """To the engine, which refuses it unless started with --admin-reveal: the tokens of one edge.
+    Answer: `NodeTokens`.
+
+    Attributes:
+        namespace: the index of its tree.
+        nodes: ids from the root, itself included, to the node.
+        most: tokens, of the edge's first ones.
+    """
+
+    id: int
+    namespace: int
+    nodes: tuple[int, ...]
+    most: int
+
+
+class Elsewhere(msgspec.Struct, frozen=True, kw_only=True, tag="elsewhere"):
+    """To the engine: which other namespaces of its own tenant hold more of a live request's prompt
+    than it found. Answer: `ElsewhereFound`."""
+
+    id: int
+    request_id: int
+
+
+class TakeSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="take_snapshot"):
+    """To the engine: the mirror needs to know anew how things are. No answer but the snapshot."""
+
+
+class SetLogLevel(msgspec.Struct, frozen=True, kw_only=True, tag="set_log_level"):
+    """To either child. Answer: `Done`."""
+
+    id: int
+    level: Literal["debug", "info", "warning", "error"]
+
+
+class SetAdmission(msgspec.Struct, frozen=True, kw_only=True, tag="set_admission"):
+    """To the API: let new requests in, or refuse them with 503. Answer: `Done`."""
+
+    id: int
+    paused: bool
+
+
+class Detokenize(msgspec.Struct, frozen=True, kw_only=True, tag="detokenize"):
+    """To the API: the text of ``tokens`` (packed ids). Answer: `Text`."""
+
+    id: int
+    tokens: bytes
+
+    def __repr__(self) -> str:
+        return f"Detokenize(id={self.id}, ...)"
+
+
+class TenantsChanged(msgspec.Struct, frozen=True, kw_only=True, tag="tenants_changed"):
+    """To the API: who may use the server from now on. Answer: `Done`, or `Refused` and no change.
+
+    Attributes:
+        capacity_tokens: as in `EngineInfo`, after the change.
+    """
+
+    id: int
+    roster: Roster
+    capacity_tokens: dict[str, int]
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """It was done."""
+
+    id: int
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """It was not done, and nothing has changed.
+
+    Attributes:
+        code: a stable word: ``changed`` (the tree is not as the sender thinks; look again),
+            ``not_found``, ``invalid``, ``forbidden``.
+        message: for people.
+    """
+
+    id: int
+    code: str
+    message: str
+
+
+class Flushed(msgspec.Struct, frozen=True, kw_only=True, tag="flushed"):
+    """Attributes:
+    tokens: that were freed.
+    """
+
+    id: int
+    tokens: int
+
+
+class QuotasSet(msgspec.Struct, frozen=True, kw_only=True, tag="quotas_set"):
+    """Attributes:
+    capacity_tokens: as in `EngineInfo`.
+    """
+
+    id: int
+    capacity_tokens: dict[str, int]
+
+
+class Pinned(msgspec.Struct, frozen=True, kw_only=True, tag="pinned"):
+    """Attributes:
+    tokens: that the pin keeps.
+    """
+
+    id: int
+    pin: int
+    tokens: int
+
+
+class VictimList(msgspec.Struct, frozen=True, kw_only=True, tag="victims"):
+    """Attributes:
+    victims: (node, namespace's index, tokens), the next one first.
+    """
+
+    id: int
+    victims: list[tuple[int, int, int]]
+
+
+class NodeTokens(msgspec.Struct, frozen=True, kw_only=True, tag="node_tokens"):
+    """Attributes:
+    tokens: packed ids.
+    """
+
+    id: int
+    tokens: bytes
+
+    def __repr__(self) -> str:
+        return f"NodeTokens(id={self.id}, ...)"
+
+
+class ElsewhereFound(msgspec.Struct, frozen=True, kw_only=True, tag="elsewhere_found"):
+    """Attributes:
+    found: (namespace's index, tokens held), the furthest first.
+    """
+
+    id: int
+    found: list[tuple[int, int]]
+
+
+class Text(msgspec.Struct, frozen=True, kw_only=True, tag="text"):
+    """Attributes:
+    text: what a client's prompt says; cleaned by whoever shows it.
+    """
+
+    id: int
+    text: str
+
+    def __repr__(self) -> str:
+        return f"Text(id={self.id}, ...)"
+
+
+EngineCommand = (
+    Flush | SetQuotas | PinPath | Unpin | ListVictims | ReadTokens | Elsewhere | SetLogLevel
+)
+ApiCommand = SetLogLevel | SetAdmission | Detokenize | TenantsChanged
+Reply = (
+    Done | Refused | Flushed | QuotasSet | Pinned | VictimList | NodeTokens | ElsewhereFound | Text
+)
+
+ToSupervisor = Hello | EngineReady | ApiReady | Failed | Drained | Reply
+FromSupervisor = EngineReady | EngineLost | Drain | Stop | TakeSnapshot | EngineCommand | ApiCommand

@@ -25,7 +25,7 @@ from ktserve.messages import ApiReady, Drain, Drained, EngineReady, PublicPrefix
 from ktserve.models.packaged import PackagedModelMissing
 from ktserve.models.source import ModelNotFound, ModelSource, locate, resolve
 from ktserve.models.tokenizer import InvalidTokenizer, load_tokenizer
-from ktserve.tenancy.tenants import load_tenants
+from ktserve.tenancy.tenants import Tenants
 from ktserve.tenancy.tenants_file import TenantsFileError
 
 BACKLOG = 2048
@@ -149,7 +149,7 @@ class ApiProcess:
 
     async def _serve(self) -> None:
         with bind(self._settings) as listening:
-            tenants = load_tenants(self._settings)
+            tenants = Tenants(self._config.roster)
             source = await self._source()
             assert source.directory is not None, "a resolved model has a directory"
             tokenizer = await asyncio.to_thread(

@@ -11,10 +11,11 @@ from typing import TypeVar
 import numpy as np
 
 from ktserve.bench.workloads import Figure
-from ktserve.cache import CacheManager, Lease, PagePool, Records
 from ktserve.cache.forest import EDGE_TOKENS
-from ktserve.cache.pool import PageIds
-from ktserve.cache.records import Why
+from ktserve.cache.manager import CacheManager
+from ktserve.cache.node import Lease
+from ktserve.cache.pool import PageIds, PagePool
+from ktserve.cache.records import Records, Why
 from ktserve.cache.walk import path
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.tenant import Quota

@@ -22,8 +22,9 @@ from itertools import cycle, product
 import numpy as np
 
 from ktserve.bench.traces import PAGE_TOKENS, BlockIds, Trace, TraceRequest, page_tokens
-from ktserve.cache import CacheManager, PagePool
+from ktserve.cache.manager import CacheManager
 from ktserve.cache.policies import EvictionPolicy
+from ktserve.cache.pool import PagePool
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.shares import CacheSharing
 from ktserve.tenancy.tenant import Quota

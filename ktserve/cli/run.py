@@ -58,17 +58,15 @@ def _show(resolved: Resolved) -> None:
     from ktserve.supervisor.checks import CannotStart, check
 
     try:
-        check(resolved.settings)
+        roster = check(resolved.settings)
         # After what can be wrong without it: it loads torch.
         from ktserve.engine.caching import build_cache, shares_in_tokens
         from ktserve.engine.effective import effective_settings
         from ktserve.models.memory import plan
-        from ktserve.tenancy.tenants import load_tenants
 
         memory = plan(resolved.settings)
         effective = effective_settings(resolved.settings, memory)
-        tenants = load_tenants(resolved.settings)
-        cache = build_cache(resolved.settings, memory.pages, tenants)
+        cache = build_cache(resolved.settings, memory.pages, roster)
     except CannotStart as error:
         _refuse(*error.problems)
     except (ValueError, OSError) as error:
@@ -78,7 +76,7 @@ def _show(resolved: Resolved) -> None:
     show_settings(resolved, effective, sys.stdout)
     show_plan(memory, sys.stdout)
     if resolved.settings.tenants is not None:
-        show_shares(shares_in_tokens(cache, tenants), sys.stdout)
+        show_shares(shares_in_tokens(cache, roster), sys.stdout)
 
 
 def _refuse(*problems: str) -> NoReturn:

@@ -22,7 +22,7 @@ def main() -> int:
     from ktserve.engine.process import serve, start
 
     try:
-        started = start(config.settings, config.pseudonym_key)
+        started = start(config.settings, config.pseudonym_key, config.roster)
     except (ValueError, OSError) as error:
         logging.getLogger("ktserve.engine").debug("start failed", exc_info=True)
         link.fail(str(error))

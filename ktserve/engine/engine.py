@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ktserve.cache import CacheManager
+from ktserve.cache.manager import CacheManager
 from ktserve.engine.admission import why_refused
 from ktserve.engine.public import PublicPrefixes
 from ktserve.engine.runner import ModelRunner

@@ -31,7 +31,7 @@ from ktserve.ipc import (
 from ktserve.messages import EngineInfo, EngineReady, Stop, ToEngine
 from ktserve.models import cpu_linear, loading, memory
 from ktserve.models.source import ModelSource, locate, resolve
-from ktserve.tenancy.tenants import load_tenants
+from ktserve.tenancy.tenants import Roster
 
 log = logging.getLogger("ktserve.engine")
 
@@ -47,7 +47,7 @@ class StartedEngine(NamedTuple):
     info: EngineInfo
 
 
-def start(settings: Settings, pseudonym_key: bytes) -> StartedEngine:
+def start(settings: Settings, pseudonym_key: bytes, roster: Roster) -> StartedEngine:
     """Load the model and lay out the memory.
 
     Raises:
@@ -71,8 +71,7 @@ def start(settings: Settings, pseudonym_key: bytes) -> StartedEngine:
         weight_bytes=memory.count_weight_bytes(config, dtype, packing),
         available_bytes=memory.available_bytes(device),
     )
-    tenants = load_tenants(settings)
-    cache = build_cache(settings, plan.pages, tenants)
+    cache = build_cache(settings, plan.pages, roster)
     loaded = loading.load(
         source, dtype=dtype, device=device, seed=settings.random_seed or 0, packing=packing
     )
@@ -120,7 +119,7 @@ def start(settings: Settings, pseudonym_key: bytes) -> StartedEngine:
         page_size=plan.page_size,
         pool_tokens=plan.tokens,
         capacity_tokens={
-            name: share.capacity for name, share in shares_in_tokens(cache, tenants).items()
+            name: share.capacity for name, share in shares_in_tokens(cache, roster).items()
         },
         kv_bytes_per_token=plan.kv_bytes_per_token,
         weight_bytes=loaded.weight_bytes,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from ktserve.cache import CacheError, CacheManager
+from ktserve.cache.kept import CacheError
 from ktserve.cache.kept import PublicPrefix as Registered
+from ktserve.cache.manager import CacheManager
 from ktserve.messages import PublicPrefix, Request, SamplingParams
 
 log = logging.getLogger("ktserve.engine")

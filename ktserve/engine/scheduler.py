@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ktserve.cache import CacheManager
+from ktserve.cache.manager import CacheManager
 from ktserve.engine.sequence import Sequence
 from ktserve.messages import RequestFailed
 from ktserve.tokens import TOKEN_BYTES, common_prefix

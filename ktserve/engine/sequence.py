@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ktserve.cache import BlockTable, Reason
+from ktserve.cache.reasons import Reason
+from ktserve.cache.tables import BlockTable
 from ktserve.messages import Request
 from ktserve.tokens import TOKEN_BYTES
 

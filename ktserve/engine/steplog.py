@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from ktserve.cache import CacheManager
+from ktserve.cache.manager import CacheManager
 from ktserve.engine.scheduler import Batch, Scheduler
 from ktserve.tenancy.encoding import pseudonym
 

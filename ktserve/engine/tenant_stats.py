@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from ktserve.cache import CacheManager
 from ktserve.cache.accounts import Account
+from ktserve.cache.manager import CacheManager
 from ktserve.messages import MAX_EVICTION_PAIRS, TenantCache
 
 TOLD_EVERY_S = 0.5

@@ -43,11 +43,10 @@ def supervise(
     """
     logs.configure(settings.log_level, settings.log_format, process="supervisor")
     try:
-        # Checked here to refuse a bad file before anything is started; the API reads it for itself.
-        tenants = check(settings)
+        roster = check(settings)
         with RuntimeDir(settings) as runtime_dir:
             supervisor = Supervisor(
-                settings, runtime_dir, tenants, commands, restarts or RestartRules(), sys.stdout
+                settings, runtime_dir, roster, commands, restarts or RestartRules(), sys.stdout
             )
             return asyncio.run(supervisor.run())
     except CannotStart as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ktserve import certificates, runtime_dir
 from ktserve.config import Settings
 from ktserve.ipc import AddressTooLong, engine_address, new_boot_id
-from ktserve.tenancy.tenants import load_tenants
+from ktserve.tenancy.tenants import Roster, load_roster
 from ktserve.tenancy.tenants_file import TenantsFileError
 
 
@@ -21,15 +21,15 @@ class CannotStart(ValueError):
         self.problems = problems
 
 
-def check(settings: Settings) -> int:
-    """Read what the server will read at its start; returns how many tenants there are.
+def check(settings: Settings) -> Roster:
+    """Read what the server will read at its start; returns its tenants.
 
     Raises:
         CannotStart: the file of tenants or the certificate cannot be used, or the runtime
             directory's path is too long.
     """
     try:
-        tenants = len(load_tenants(settings))
+        roster = load_roster(settings)
         engine_address(runtime_dir.locate(settings), new_boot_id())
     except TenantsFileError as error:
         raise CannotStart(error.problems) from None
@@ -39,4 +39,4 @@ def check(settings: Settings) -> int:
         problem = certificates.problem_of(settings.ssl_certfile, settings.ssl_keyfile)
         if problem is not None:
             raise CannotStart([problem])
-    return tenants
+    return roster

@@ -34,6 +34,7 @@ from ktserve.messages import (
 from ktserve.runtime_dir import RuntimeDir
 from ktserve.supervisor.child import Child
 from ktserve.supervisor.restarts import RestartPolicy, RestartRules
+from ktserve.tenancy.tenants import Roster
 
 STOP_SECONDS = 5.0
 """How long a child gets to end after it was told to."""
@@ -60,14 +61,13 @@ class Supervisor:
         self,
         settings: Settings,
         runtime_dir: RuntimeDir,
-        tenants: int,
+        roster: Roster,
         commands: Mapping[Role, Sequence[str]],
         restarts: RestartRules,
         out: TextIO,
     ) -> None:
         self._settings = settings
         self._runtime_dir = runtime_dir
-        self._tenants = tenants
         self._commands = commands
         self._restarts = restarts
         self._out = out
@@ -75,6 +75,7 @@ class Supervisor:
             settings=settings,
             runtime_dir=str(runtime_dir.path),
             pseudonym_key=os.urandom(PSEUDONYM_KEY_BYTES),
+            roster=roster,
         )
         self._decoder: msgspec.msgpack.Decoder[ToSupervisor] = msgspec.msgpack.Decoder(ToSupervisor)
         self._children: dict[Role, Child] = {}
@@ -210,7 +211,11 @@ class Supervisor:
             return
         self._announced = True
         rows = banner_rows(
-            self._engine.info, self._settings, self._url, self._tenants, self._runtime_dir.path
+            self._engine.info,
+            self._settings,
+            self._url,
+            len(self._config.roster.entries),
+            self._runtime_dir.path,
         )
         try:
             print_banner(rows, self._out)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from ktserve.tenancy.tenant import Limits, PublicPrefix, Quota, Tenant
 from ktserve.tenancy.tenants_file import read_tenants_file
@@ -24,10 +26,11 @@ __all__ = [
     "Limits",
     "PublicPrefix",
     "Quota",
+    "Roster",
     "Tenant",
     "Tenants",
     "hash_key",
-    "load_tenants",
+    "load_roster",
 ]
 
 DEFAULT_TENANT = "default"
@@ -38,37 +41,46 @@ class AuthenticationError(Exception):
     """The request carries no key, or none that is known. The message never tells a key apart."""
 
 
-class Tenants:
-    """Every tenant of a server, and the way from an API key to one of them.
+class Roster(msgspec.Struct, frozen=True, kw_only=True):
+    """Every tenant of a server with the digests of its keys, as the processes hand it on.
 
-    Iterates over the tenants in the order of their declaration; `len` counts them.
+    The supervisor reads it once; what an operator changes while the server runs is in it, too.
 
-    Args:
+    Attributes:
         entries: each tenant, once, with the SHA-256 digests of its keys.
         open_tenant: with it every request is that tenant's, and no key is asked for.
         public: the prefixes that are public among them.
-
-    Attributes:
-        public: those prefixes.
     """
 
-    def __init__(
-        self,
-        entries: Iterable[tuple[Tenant, Iterable[bytes]]],
-        *,
-        open_tenant: Tenant | None,
-        public: tuple[PublicPrefix, ...] = (),
-    ) -> None:
-        held = [(tenant, tuple(digests)) for tenant, digests in entries]
-        self._tenants = tuple(tenant for tenant, _ in held)
-        self._keys = tuple((digest, tenant) for tenant, digests in held for digest in digests)
-        self._open = open_tenant
-        self.public = public
+    entries: tuple[tuple[Tenant, tuple[bytes, ...]], ...]
+    open_tenant: Tenant | None
+    public: tuple[PublicPrefix, ...] = ()
 
     @property
     def quotas(self) -> dict[str, Quota]:
         """Each tenant's part of the page pool, by name."""
-        return {tenant.name: tenant.quota for tenant in self}
+        return {tenant.name: tenant.quota for tenant, _ in self.entries}
+
+    def __repr__(self) -> str:
+        return f"<Roster: {len(self.entries)} tenants>"
+
+
+class Tenants:
+    """The way from an API key to the tenants of a roster.
+
+    Iterates over the tenants in the order of their declaration; `len` counts them.
+
+    Attributes:
+        public: the prefixes that are public among them.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self._tenants = tuple(tenant for tenant, _ in roster.entries)
+        self._keys = tuple(
+            (digest, tenant) for tenant, digests in roster.entries for digest in digests
+        )
+        self._open = roster.open_tenant
+        self.public = roster.public
 
     @property
     def needs_key(self) -> bool:
@@ -122,7 +134,7 @@ def hash_key(api_key: str) -> bytes:
     return hashlib.sha256(api_key.encode("utf-8", "surrogatepass")).digest()
 
 
-def load_tenants(settings: Settings) -> Tenants:
+def load_roster(settings: Settings) -> Roster:
     """The tenants that ``settings`` speak of.
 
     With ``tenants`` they come from that file. With ``api_key`` there is one tenant, ``default``,
@@ -133,8 +145,9 @@ def load_tenants(settings: Settings) -> Tenants:
     """
     if settings.tenants is not None:
         file = read_tenants_file(Path(settings.tenants), need_key=True)
-        return Tenants(file.entries, open_tenant=None, public=file.public)
+        entries = tuple((tenant, tuple(digests)) for tenant, digests in file.entries)
+        return Roster(entries=entries, open_tenant=None, public=file.public)
     default = Tenant(DEFAULT_TENANT)
     if settings.api_key is not None:
-        return Tenants([(default, [hash_key(settings.api_key)])], open_tenant=None)
-    return Tenants([(default, [])], open_tenant=default)
+        return Roster(entries=((default, (hash_key(settings.api_key),)),), open_tenant=None)
+    return Roster(entries=((default, ()),), open_tenant=default)

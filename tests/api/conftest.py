@@ -23,7 +23,7 @@ from ktserve.config import Settings
 from ktserve.messages import EngineInfo, EngineStats, Request, TokenLogprobs, TokenOutput
 from ktserve.models.source import resolve
 from ktserve.models.tokenizer import load_tokenizer
-from ktserve.tenancy.tenants import Tenants, load_tenants
+from ktserve.tenancy.tenants import Tenants, load_roster
 
 MODEL = "tiny"
 EOS = 2
@@ -179,7 +179,7 @@ class Lab:
             chosen,
             engine,
             self.tokenizer,
-            tenants or load_tenants(chosen),
+            tenants or Tenants(load_roster(chosen)),
             b"key" * 10,
             MODEL,
         )

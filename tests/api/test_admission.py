@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from rosters import with_keys
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -20,7 +21,7 @@ from ktserve.api.errors import ApiError
 from ktserve.api.tokenization import INLINE_CHARACTERS, THREADS, Tokenization
 from ktserve.messages import Drain, Request, SamplingParams
 from ktserve.tenancy.namespace import Namespace
-from ktserve.tenancy.tenants import Limits, Tenant, Tenants, hash_key
+from ktserve.tenancy.tenants import Limits, Tenant, Tenants
 from ktserve.tokens import pack
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -41,7 +42,7 @@ Work = Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]]
 
 def limited(places: int) -> Tenants:
     acme = Tenant("acme", limits=Limits(max_concurrent_requests=places))
-    return Tenants([(acme, [hash_key("a")]), (Tenant("globex"), [hash_key("g")])], open_tenant=None)
+    return with_keys((acme, ["a"]), (Tenant("globex"), ["g"]))
 
 
 def with_client(app: FastAPI, work: Work) -> None:

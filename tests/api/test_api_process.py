@@ -41,6 +41,7 @@ from ktserve.messages import (
     TokenOutput,
     ToSupervisor,
 )
+from ktserve.tenancy.tenants import load_roster
 
 WAIT_MS = 30_000
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -96,7 +97,12 @@ def running(settings: Settings) -> Iterator[Running]:
         try:
             write_child_config(
                 process.stdin,
-                ChildConfig(settings=settings, runtime_dir=directory, pseudonym_key=b"k" * 32),
+                ChildConfig(
+                    settings=settings,
+                    runtime_dir=directory,
+                    pseudonym_key=b"k" * 32,
+                    roster=load_roster(settings),
+                ),
             )
             yield Running(
                 process,

@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+from rosters import with_keys
 
 from ktserve.messages import Request, TokenOutput
-from ktserve.tenancy.tenants import Limits, Tenant, Tenants, hash_key
+from ktserve.tenancy.tenants import Limits, Tenant
 
 Served = Callable[..., AbstractContextManager[str]]
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -102,7 +103,7 @@ def test_the_official_client_streams(lab: Any, served: Served) -> None:
 
 
 def test_the_official_clients_errors(lab: Any, served: Served) -> None:
-    tenants = Tenants([(Tenant("acme"), [hash_key("key")])], open_tenant=None)
+    tenants = with_keys((Tenant("acme"), ["key"]))
     with served(lab.app(lab.says("Hi"), tenants)) as url:
         with pytest.raises(openai.AuthenticationError):
             client(url, "wrong").models.list()
@@ -170,9 +171,7 @@ def test_a_client_that_goes_away_in_its_body_is_no_error(
 def test_one_more_than_the_tenants_places_is_a_429(lab: Any, served: Served) -> None:
     engine = hanging(lab, first=True)
     acme = Tenant("acme", limits=Limits(max_concurrent_requests=1))
-    tenants = Tenants(
-        [(acme, [hash_key("a")]), (Tenant("globex"), [hash_key("g")])], open_tenant=None
-    )
+    tenants = with_keys((acme, ["a"]), (Tenant("globex"), ["g"]))
     with served(lab.app(engine, tenants)) as url:
         stream = client(url, "a").chat.completions.create(model="tiny", messages=HELLO, stream=True)
         next(iter(stream))

@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from rosters import with_keys
 
 from ktserve.api.tenant_totals import TenantTotals
 from ktserve.messages import TenantCache
-from ktserve.tenancy.tenants import Tenant, Tenants, hash_key
+from ktserve.tenancy.tenants import Tenant
 
 Call = Callable[..., httpx.Response]
 Sample = tuple[str, frozenset[tuple[str, str]]]
@@ -150,9 +151,7 @@ def test_pairs_beyond_the_bound_are_one_series_for_each_victim() -> None:
 
 def test_what_a_client_sends_never_becomes_a_label(lab: Any, call: Call) -> None:
     names = ("acme", "tenant-a")
-    tenants = Tenants(
-        [(Tenant(name), [hash_key(f"key-of-{name}")]) for name in names], open_tenant=None
-    )
+    tenants = with_keys(*((Tenant(name), [f"key-of-{name}"]) for name in names))
     engine = lab.says("Hi")
     answer = engine.script
 

@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.routing import APIRoute
+from rosters import with_keys
 
 from ktserve.api import routes
 from ktserve.tenancy.namespace import Namespace
-from ktserve.tenancy.tenants import Limits, Tenant, Tenants, hash_key
+from ktserve.tenancy.tenants import Limits, Tenant, Tenants
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -39,10 +40,7 @@ Call = Callable[..., httpx.Response]
 
 def two_tenants(**limits: Any) -> Tenants:
     acme, globex = Tenant("acme", limits=Limits(**limits)), Tenant("globex")
-    return Tenants(
-        [(acme, [hash_key("key-a"), hash_key("key-b")]), (globex, [hash_key("key-g")])],
-        open_tenant=None,
-    )
+    return with_keys((acme, ["key-a", "key-b"]), (globex, ["key-g"]))
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -13,8 +13,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ktserve.attention import ATTENTION_NAME, KVStorage, create_backend, register
-from ktserve.cache import BlockTable, CacheManager, PagePool
 from ktserve.cache.audit import audit
+from ktserve.cache.manager import CacheManager
+from ktserve.cache.pool import PagePool
+from ktserve.cache.tables import BlockTable
 from ktserve.engine.engine import Engine
 from ktserve.engine.runner import ModelRunner
 from ktserve.engine.sampler import Sampler

@@ -21,6 +21,7 @@ from ktserve.models.loading import load
 from ktserve.models.source import resolve
 from ktserve.models.tokenizer import load_tokenizer
 from ktserve.tenancy.namespace import Namespace
+from ktserve.tenancy.tenants import load_roster
 from ktserve.tokens import pack
 
 PROMPTS = 20
@@ -101,7 +102,7 @@ def test_a_prompt_alone_and_in_random_batches(
     cpu_weights: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(max_total_tokens=4096, cache_dir=str(CACHE), cpu_weights=cpu_weights)
-    started = start(settings, b"key")
+    started = start(settings, b"key", load_roster(settings))
     if f"weights {cpu_weights} (packed" not in started.info.dtype:
         pytest.skip(f"this machine runs {started.info.dtype}")
     recorder = Recorder(started.engine, monkeypatch)

@@ -13,6 +13,7 @@ from ktserve.config import Settings
 from ktserve.engine.process import start
 from ktserve.models.architectures import UnsupportedModel
 from ktserve.models.loading import InvalidModel
+from ktserve.tenancy.tenants import load_roster
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,6 +26,10 @@ LLAMA = {
     "vocab_size": 64,
     "max_position_embeddings": 256,
 }
+
+
+def started(settings: Settings) -> None:
+    start(settings, b"key", load_roster(settings))
 
 
 @pytest.fixture
@@ -52,7 +57,7 @@ def test_no_weight_is_downloaded_that_cannot_be_served(hub, config, settings, er
     directory, asked = hub
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(error or UnsupportedModel) as refused:
-        start(Settings(model="org/name", device="cpu", **settings), b"key")
+        started(Settings(model="org/name", device="cpu", **settings))
     if error is None:
         assert config["architectures"][0] in str(refused.value)
         assert "pip install" not in str(refused.value)
@@ -64,7 +69,7 @@ def test_a_model_that_can_be_served_is_then_downloaded(hub):
     directory, asked = hub
     (directory / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(ValueError, match=r"no \*\.safetensors"):
-        start(Settings(model="org/name", device="cpu"), b"key")
+        started(Settings(model="org/name", device="cpu"))
     assert [any("safetensors" in pattern for pattern in one) for one in asked] == [False, True]
 
 
@@ -72,4 +77,4 @@ def test_an_architecture_is_refused_before_its_missing_weights_are(tmp_path):
     config = LLAMA | {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match="MambaForCausalLM"):
-        start(Settings(model=str(tmp_path), device="cpu"), b"key")
+        started(Settings(model=str(tmp_path), device="cpu"))

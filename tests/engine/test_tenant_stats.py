@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from ktserve.cache import CacheManager, PagePool
+from ktserve.cache.manager import CacheManager
+from ktserve.cache.pool import PagePool
 from ktserve.engine.tenant_stats import TOLD_EVERY_S, TenantStats
 from ktserve.messages import Abort, TenantCache
 from ktserve.tenancy.tenant import Quota

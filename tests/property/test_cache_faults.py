@@ -21,12 +21,14 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from ktserve.cache import BlockTable, CacheManager, PagePool, Pin, Records, forest
+from ktserve.cache import forest
 from ktserve.cache.audit import audit
-from ktserve.cache.kept import PublicPrefix
+from ktserve.cache.kept import Pin, PublicPrefix
+from ktserve.cache.manager import CacheManager
 from ktserve.cache.node import Lease, path_pages
-from ktserve.cache.pool import DoubleFree
-from ktserve.cache.records import Kind
+from ktserve.cache.pool import DoubleFree, PagePool
+from ktserve.cache.records import Kind, Records
+from ktserve.cache.tables import BlockTable
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.tenant import Quota
 from ktserve.tokens import pack

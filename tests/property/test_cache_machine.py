@@ -14,11 +14,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ktserve.cache import BlockTable, CacheError, CacheManager, Lease, PagePool, forest
+from ktserve.cache import forest
 from ktserve.cache.accounts import PUBLIC_TENANT
 from ktserve.cache.audit import audit
-from ktserve.cache.kept import PublicPrefix
-from ktserve.cache.node import path_pages
+from ktserve.cache.kept import CacheError, PublicPrefix
+from ktserve.cache.manager import CacheManager
+from ktserve.cache.node import Lease, path_pages
+from ktserve.cache.pool import PagePool
+from ktserve.cache.tables import BlockTable
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.tenant import Quota
 from ktserve.tokens import pack, unpack

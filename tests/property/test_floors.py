@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from ktserve.cache import BlockTable, CacheManager, PagePool
 from ktserve.cache.audit import audit
+from ktserve.cache.manager import CacheManager
+from ktserve.cache.pool import PagePool
+from ktserve.cache.tables import BlockTable
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.shares import CacheSharing, divide
 from ktserve.tenancy.tenant import Quota

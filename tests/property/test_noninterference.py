@@ -14,10 +14,14 @@ from typing import NamedTuple
 
 import pytest
 
-from ktserve.cache import BlockTable, CacheError, CacheManager, PagePool, Reason
 from ktserve.cache.audit import audit
+from ktserve.cache.kept import CacheError
+from ktserve.cache.manager import CacheManager
 from ktserve.cache.node import Node
 from ktserve.cache.policies import EvictionPolicy
+from ktserve.cache.pool import PagePool
+from ktserve.cache.reasons import Reason
+from ktserve.cache.tables import BlockTable
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.shares import CacheSharing
 from ktserve.tenancy.tenant import Quota

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from cache_driver import SETUPS, Driver, Setup
 
-from ktserve.cache import CacheManager, Record, Records, forest
+from ktserve.cache import forest
 from ktserve.cache.audit import audit
+from ktserve.cache.manager import CacheManager
 from ktserve.cache.node import Node
-from ktserve.cache.records import Kind, Why
+from ktserve.cache.records import Kind, Record, Records, Why
 from ktserve.cache.shadow import CannotFollow, Shadow, ShadowNode, Slice
 from ktserve.cache.walk import snapshot
 

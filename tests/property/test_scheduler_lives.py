@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ktserve.cache import CacheError, CacheManager, PagePool, PublicPrefix
 from ktserve.cache.audit import audit
+from ktserve.cache.kept import CacheError, PublicPrefix
+from ktserve.cache.manager import CacheManager
+from ktserve.cache.pool import PagePool
 from ktserve.engine.scheduler import MAX_PREEMPTIONS, Batch, Scheduler, SchedulerLimits
 from ktserve.engine.sequence import Sequence
 from ktserve.messages import CacheOptions, Request, SamplingParams

@@ -8,8 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ktserve.cache import BlockTable, CacheError, CacheManager, PagePool, Records
+from ktserve.cache.kept import CacheError
+from ktserve.cache.manager import CacheManager
 from ktserve.cache.policies import EvictionPolicy
+from ktserve.cache.pool import PagePool
+from ktserve.cache.records import Records
+from ktserve.cache.tables import BlockTable
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.shares import CacheSharing
 from ktserve.tenancy.tenant import Quota

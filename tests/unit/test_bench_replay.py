@@ -32,7 +32,7 @@ from ktserve.bench.replay import (
 )
 from ktserve.bench.replay_report import TraceReport
 from ktserve.bench.traces import PAGE_TOKENS, Trace, TraceError, page_tokens, read_trace
-from ktserve.cache import CacheManager
+from ktserve.cache.manager import CacheManager
 from ktserve.cli.bench import app
 from ktserve.tenancy.tenant import Quota
 from ktserve.tokens import TOKEN_BYTES, unpack

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 import pytest
 from clocks import HandClock
 
-from ktserve.cache import BlockTable, CacheManager, PagePool
 from ktserve.cache.audit import audit
+from ktserve.cache.manager import CacheManager
+from ktserve.cache.pool import PagePool
+from ktserve.cache.tables import BlockTable
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.shares import CacheSharing
 from ktserve.tenancy.tenant import Quota

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 import pytest
 from clocks import HandClock
 
-from ktserve.cache import BlockTable, CacheManager, PagePool
 from ktserve.cache.audit import audit
 from ktserve.cache.ghosts import GHOSTS
+from ktserve.cache.manager import CacheManager
 from ktserve.cache.node import Tree
+from ktserve.cache.pool import PagePool
+from ktserve.cache.tables import BlockTable
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.tenant import Quota
 from ktserve.tokens import pack

@@ -8,9 +8,10 @@ import sys
 import pytest
 from clocks import TickingClock
 
-from ktserve.cache import CacheManager, PagePool
 from ktserve.cache.audit import audit
+from ktserve.cache.manager import CacheManager
 from ktserve.cache.policies import EvictionPolicy
+from ktserve.cache.pool import PagePool
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tokens import pack, unpack
 

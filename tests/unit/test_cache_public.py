@@ -7,10 +7,12 @@ from collections.abc import Collection, Mapping
 import pytest
 from clocks import TickingClock
 
-from ktserve.cache import BlockTable, CacheError, CacheManager, PagePool
 from ktserve.cache.accounts import PUBLIC_TENANT
 from ktserve.cache.audit import audit
-from ktserve.cache.kept import PublicPrefix
+from ktserve.cache.kept import CacheError, PublicPrefix
+from ktserve.cache.manager import CacheManager
+from ktserve.cache.pool import PagePool
+from ktserve.cache.tables import BlockTable
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.shares import CacheSharing
 from ktserve.tenancy.tenant import Quota

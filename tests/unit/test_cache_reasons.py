@@ -7,9 +7,12 @@ from collections.abc import Mapping
 import pytest
 from clocks import HandClock
 
-from ktserve.cache import BlockTable, CacheManager, PagePool, Reason
 from ktserve.cache.audit import audit
 from ktserve.cache.ghosts import GHOSTS
+from ktserve.cache.manager import CacheManager
+from ktserve.cache.pool import PagePool
+from ktserve.cache.reasons import Reason
+from ktserve.cache.tables import BlockTable
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.shares import CacheSharing
 from ktserve.tenancy.tenant import Quota

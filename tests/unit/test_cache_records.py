@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ktserve.cache import CacheManager, PagePool, Records
-from ktserve.cache.records import Kind, Why
+from ktserve.cache.manager import CacheManager
+from ktserve.cache.pool import PagePool
+from ktserve.cache.records import Kind, Records, Why
 from ktserve.tenancy.namespace import Namespace
 from ktserve.tenancy.tenant import Quota
 from ktserve.tokens import pack

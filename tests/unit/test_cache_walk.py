@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from cache_driver import SETUPS, Driver, Setup, fingerprint
 
-from ktserve.cache import CacheManager, PagePool, Records, forest
+from ktserve.cache import forest
 from ktserve.cache.accounts import Account
 from ktserve.cache.kept import PublicPrefix
+from ktserve.cache.manager import CacheManager
 from ktserve.cache.node import Node
-from ktserve.cache.records import Kind, Why
+from ktserve.cache.pool import PagePool
+from ktserve.cache.records import Kind, Records, Why
 from ktserve.cache.walk import (
     Cursor,
     Order,

@@ -24,13 +24,17 @@ from ktserve.ipc import (
     write_child_config,
 )
 from ktserve.messages import Drain, Drained, Failed, Hello, Stop, ToSupervisor
+from ktserve.tenancy.tenants import load_roster
 
 SECRET = "sk-0123456789"
 
 
 def config() -> ChildConfig:
     return ChildConfig(
-        settings=Settings(api_key=SECRET, port=1234), runtime_dir="/r", pseudonym_key=b"k" * 32
+        settings=Settings(api_key=SECRET, port=1234),
+        runtime_dir="/r",
+        pseudonym_key=b"k" * 32,
+        roster=load_roster(Settings(api_key=SECRET)),
     )
 
 

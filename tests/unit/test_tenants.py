@@ -24,10 +24,11 @@ from ktserve.tenancy.tenants import (
     Limits,
     PublicPrefix,
     Quota,
+    Roster,
     Tenant,
     Tenants,
     hash_key,
-    load_tenants,
+    load_roster,
 )
 from ktserve.tenancy.tenants_edit import add_key, add_tenant, new_api_key
 from ktserve.tenancy.tenants_file import TenantsFileError, parse_tenants, read_tenants_file
@@ -69,6 +70,10 @@ def written(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
+def load(settings: Settings) -> Tenants:
+    return Tenants(load_roster(settings))
+
+
 def problems(text: str) -> list[str]:
     with pytest.raises(TenantsFileError) as caught:
         parse_tenants(text.encode(), "t.toml")
@@ -79,7 +84,7 @@ def problems(text: str) -> list[str]:
 
 
 def test_a_file_gives_tenants_in_its_order(written: Callable[[str], Path]) -> None:
-    tenants = load_tenants(Settings(tenants=str(written(FILE))))
+    tenants = load(Settings(tenants=str(written(FILE))))
     assert list(tenants) == [
         Tenant("acme", "Acme, production", Quota(2.5), Limits(8, 4096)),
         Tenant("beta.eu"),
@@ -187,10 +192,10 @@ def test_quotas_and_public_prefixes_are_read_as_they_stand() -> None:
 
 
 def test_a_server_gets_quotas_and_public_prefixes(written: Callable[[str], Path]) -> None:
-    tenants = load_tenants(Settings(tenants=str(written(FILE + PUBLIC.replace("'a'", "'acme'")))))
-    assert tenants.quotas == {"acme": Quota(2.5), "beta.eu": Quota()}
-    assert [prefix.name for prefix in tenants.public] == ["p"]
-    assert load_tenants(Settings()).public == ()
+    roster = load_roster(Settings(tenants=str(written(FILE + PUBLIC.replace("'a'", "'acme'")))))
+    assert roster.quotas == {"acme": Quota(2.5), "beta.eu": Quota()}
+    assert [prefix.name for prefix in roster.public] == ["p"]
+    assert load_roster(Settings()).public == ()
 
 
 def test_tenants_and_keys_are_added_to_a_file_with_public_prefixes(
@@ -234,13 +239,13 @@ def test_bytes_that_are_no_utf_8_are_refused() -> None:
 def test_a_file_that_lets_nobody_in_is_refused(written: Callable[[str], Path]) -> None:
     path = written("[tenants.a]\nkeys = []\n")
     with pytest.raises(TenantsFileError, match="no tenant has a key"):
-        load_tenants(Settings(tenants=str(path)))
+        load(Settings(tenants=str(path)))
     assert read_tenants_file(path, need_key=False) == ([(Tenant("a"), ())], ())
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(TenantsFileError, match=r"t\.toml: cannot be read"):
-        load_tenants(Settings(tenants=str(tmp_path / "t.toml")))
+        load(Settings(tenants=str(tmp_path / "t.toml")))
 
 
 # Who a key belongs to
@@ -250,7 +255,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     ("key", "name"), [("acme-1", "acme"), ("acme-2", "acme"), ("beta-1", "beta.eu")]
 )
 def test_each_key_is_its_tenants(key: str, name: str, written: Callable[[str], Path]) -> None:
-    tenants = load_tenants(Settings(tenants=str(written(FILE))))
+    tenants = load(Settings(tenants=str(written(FILE))))
     assert tenants.authenticate(key).name == name
 
 
@@ -259,20 +264,20 @@ def test_each_key_is_its_tenants(key: str, name: str, written: Callable[[str], P
     ["", "acme", "acme-1 ", " acme-1", "ACME-1", entry("acme-1"), "acme-1\x00", "\ud800", "ä"],
 )
 def test_any_other_key_is_refused_in_one_way(key: str, written: Callable[[str], Path]) -> None:
-    tenants = load_tenants(Settings(tenants=str(written(FILE))))
+    tenants = load(Settings(tenants=str(written(FILE))))
     with pytest.raises(AuthenticationError) as caught:
         tenants.authenticate(key)
     assert str(caught.value) == "the API key is not valid; check the key, or ask for one"
 
 
 def test_no_key_is_told_how_to_send_one(written: Callable[[str], Path]) -> None:
-    tenants = load_tenants(Settings(tenants=str(written(FILE))))
+    tenants = load(Settings(tenants=str(written(FILE))))
     with pytest.raises(AuthenticationError, match="Authorization: Bearer"):
         tenants.authenticate(None)
 
 
 def test_the_single_key_is_the_default_tenants() -> None:
-    tenants = load_tenants(Settings(api_key="the key"))
+    tenants = load(Settings(api_key="the key"))
     assert tenants.authenticate("the key") == Tenant("default")
     assert (len(tenants), tenants.needs_key) == (1, True)
     for wrong in (None, "", "the kez"):
@@ -282,7 +287,7 @@ def test_the_single_key_is_the_default_tenants() -> None:
 
 @pytest.mark.parametrize("key", [None, "", "anything"])
 def test_an_open_server_is_the_default_tenants(key: str | None) -> None:
-    tenants = load_tenants(Settings())
+    tenants = load(Settings())
     assert tenants.authenticate(key) == Tenant("default")
     assert (len(tenants), tenants.needs_key) == (1, False)
 
@@ -300,7 +305,12 @@ def test_every_key_is_compared_wherever_the_match_is(
 
     monkeypatch.setattr(tenants_module.hmac, "compare_digest", counting)
     known = [hash_key(f"k{number}") for number in range(3)]
-    tenants = Tenants([(Tenant("a"), known[:2]), (Tenant("b"), known[2:])], open_tenant=None)
+    tenants = Tenants(
+        Roster(
+            entries=((Tenant("a"), tuple(known[:2])), (Tenant("b"), tuple(known[2:]))),
+            open_tenant=None,
+        )
+    )
     try:
         tenants.authenticate(key)
     except AuthenticationError:
@@ -310,7 +320,7 @@ def test_every_key_is_compared_wherever_the_match_is(
 
 def test_no_representation_shows_a_key(written: Callable[[str], Path]) -> None:
     for settings in (Settings(api_key="the key"), Settings(tenants=str(written(FILE)))):
-        shown = repr(load_tenants(settings))
+        shown = repr(load(settings))
         assert shown.startswith("<Tenants: ")
         for key in ("the key", "acme-1"):
             assert key not in shown
@@ -331,7 +341,7 @@ def test_a_new_file_is_private(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     add_tenant(path, "acme", None, "k")
     assert path.stat().st_mode & 0o777 == 0o600
-    assert load_tenants(Settings(tenants=str(path))).authenticate("k") == Tenant("acme")
+    assert load(Settings(tenants=str(path))).authenticate("k") == Tenant("acme")
     assert [each.name for each in tmp_path.iterdir()] == ["tenants.toml"]
 
 
@@ -345,7 +355,7 @@ def test_a_new_tenant_goes_after_what_was_there(text: str, written: Callable[[st
     assert ("\r\n" in after) == ("\r\n" in text)
     assert not re.search(r"[^\r]\n", after) or "\r\n" not in text
     assert path.stat().st_mode & 0o777 == 0o640
-    tenant = load_tenants(Settings(tenants=str(path))).authenticate("k")
+    tenant = load(Settings(tenants=str(path))).authenticate("k")
     assert tenant == Tenant("new.one", 'A "new" \\ one\né')
 
 
@@ -432,7 +442,7 @@ def test_a_link_stays_a_link(written: Callable[[str], Path], tmp_path: Path) -> 
     link.symlink_to(path)
     add_key(link, "acme", "k")
     assert link.is_symlink()
-    assert load_tenants(Settings(tenants=str(path))).authenticate("k").name == "acme"
+    assert load(Settings(tenants=str(path))).authenticate("k").name == "acme"
 
 
 def test_changes_at_once_lose_nothing(written: Callable[[str], Path]) -> None:
@@ -444,7 +454,7 @@ def test_changes_at_once_lose_nothing(written: Callable[[str], Path]) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    tenants = load_tenants(Settings(tenants=str(path)))
+    tenants = load(Settings(tenants=str(path)))
     assert {tenants.authenticate(f"k{number}").name for number in range(8)} == {"acme"}
 
 
@@ -460,7 +470,7 @@ def test_new_and_add_key_print_a_key_that_works(tmp_path: Path) -> None:
     first = run("new", "acme", "--file", path, "--label", "Acme")
     second = run("add-key", "acme", "--file", path)
     assert (first.exit_code, second.exit_code) == (0, 0)
-    tenants = load_tenants(Settings(tenants=str(path)))
+    tenants = load(Settings(tenants=str(path)))
     for result in (first, second):
         key = result.stdout.removesuffix("\n")
         assert tenants.authenticate(key).name == "acme"
