@@ -3,6 +3,7 @@
 Counts are of tokens unless a name says otherwise, times are seconds since 1970, ages and durations
 are seconds. A namespace is named by its pseudonym (``ns-`` and 16 letters). On ``observe.sock``
 tokens are rounded to `OBSERVE_TOKENS`, times to whole seconds, and ``by`` never names a tenant.
+A client ignores fields that it does not know: a newer server may have more.
 """
 
 from __future__ import annotations
@@ -33,11 +34,7 @@ EVENT_TOPICS: tuple[Topic, ...] = ("events", "evictions")
 WindowName = Literal["10s", "1m", "5m", "life"]
 
 
-class _Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """Unknown fields are ignored when decoded, so that a newer server may have more."""
-
-
-class Problem(_Shape):
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """The body of every answer that is no success.
 
     Attributes:
@@ -51,7 +48,7 @@ class Problem(_Shape):
     field: str | None = None
 
 
-class Version(_Shape):
+class Version(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /v1/version``.
 
     Attributes:
@@ -71,7 +68,7 @@ class Version(_Shape):
     reveal: bool
 
 
-class Pool(_Shape):
+class Pool(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the page pool by state: free + evictable + locked + private = total."""
 
     total: int
@@ -81,7 +78,7 @@ class Pool(_Shape):
     private: int
 
 
-class Window(_Shape):
+class Window(msgspec.Struct, frozen=True, kw_only=True):
     """What happened in the last ``seconds``, or since the server started.
 
     Attributes:
@@ -99,7 +96,7 @@ class Window(_Shape):
     evicted_tokens: int
 
 
-class StepTimes(_Shape):
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's steps of the last 10 s.
 
     Attributes:
@@ -115,7 +112,7 @@ class StepTimes(_Shape):
     overhead: float
 
 
-class ChildHealth(_Shape):
+class ChildHealth(msgspec.Struct, frozen=True, kw_only=True):
     """One of the two processes beside the supervisor.
 
     Attributes:
@@ -135,7 +132,7 @@ class ChildHealth(_Shape):
     heard: float | None
 
 
-class MirrorHealth(_Shape):
+class MirrorHealth(msgspec.Struct, frozen=True, kw_only=True):
     """Whether what is shown is true.
 
     Attributes:
@@ -164,7 +161,7 @@ class MirrorHealth(_Shape):
     rebuilds: int
 
 
-class Status(_Shape):
+class Status(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /v1/status``.
 
     Attributes:
@@ -206,7 +203,7 @@ class Status(_Shape):
     log_level: str
 
 
-class TenantRow(_Shape):
+class TenantRow(msgspec.Struct, frozen=True, kw_only=True):
     """One tenant.
 
     Attributes:
@@ -248,7 +245,7 @@ class TenantRow(_Shape):
     queued: int
 
 
-class NamespaceRow(_Shape):
+class NamespaceRow(msgspec.Struct, frozen=True, kw_only=True):
     """One namespace that has a tree.
 
     Attributes:
@@ -279,7 +276,7 @@ class NamespaceRow(_Shape):
     caused: int
 
 
-class NodeRow(_Shape):
+class NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     """One node.
 
     Attributes:
@@ -307,7 +304,7 @@ class NodeRow(_Shape):
     pins: list[int]
 
 
-class VictimRow(_Shape):
+class VictimRow(msgspec.Struct, frozen=True, kw_only=True):
     """What goes next of a tenant: the last ``tokens`` of a node."""
 
     node: int
@@ -316,7 +313,7 @@ class VictimRow(_Shape):
     last_used: float | None
 
 
-class EventRow(_Shape):
+class EventRow(msgspec.Struct, frozen=True, kw_only=True):
     """One record of the cache, in words.
 
     Attributes:
@@ -340,7 +337,7 @@ class EventRow(_Shape):
     request: int | None
 
 
-class EvictionRow(_Shape):
+class EvictionRow(msgspec.Struct, frozen=True, kw_only=True):
     """Some tokens that a node lost.
 
     Attributes:
@@ -363,7 +360,7 @@ class EvictionRow(_Shape):
     hits: int
 
 
-class EvictionTotal(_Shape):
+class EvictionTotal(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens lost since the engine started, for one victim, evictor and reason."""
 
     tenant: str
@@ -373,7 +370,7 @@ class EvictionTotal(_Shape):
     tokens: int
 
 
-class AgeBucket(_Shape):
+class AgeBucket(msgspec.Struct, frozen=True, kw_only=True):
     """How often something was at most ``seconds`` old, and older than the bucket before.
 
     Attributes:
@@ -387,7 +384,7 @@ class AgeBucket(_Shape):
     hit: int
 
 
-class Evictions(_Shape):
+class Evictions(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /v1/evictions``.
 
     Attributes:
@@ -403,7 +400,7 @@ class Evictions(_Shape):
     gap: int
 
 
-class Events(_Shape):
+class Events(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /v1/events``.
 
     Attributes:
@@ -417,7 +414,7 @@ class Events(_Shape):
     gap: int
 
 
-class RequestView(_Shape):
+class RequestView(msgspec.Struct, frozen=True, kw_only=True):
     """One request. Never its text.
 
     Attributes:
@@ -449,14 +446,14 @@ class RequestView(_Shape):
     finish: str | None
 
 
-class Holding(_Shape):
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
     """A namespace that holds more of a prompt than the request found."""
 
     namespace: str
     tokens: int
 
 
-class Explanation(_Shape):
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /v1/requests/{id}``.
 
     Attributes:
@@ -472,7 +469,7 @@ class Explanation(_Shape):
     evictions: list[EvictionTotal]
 
 
-class PinView(_Shape):
+class PinView(msgspec.Struct, frozen=True, kw_only=True):
     """A pinned prefix; ``node`` is where it ends."""
 
     id: int
@@ -482,7 +479,7 @@ class PinView(_Shape):
     tokens: int
 
 
-class PublicView(_Shape):
+class PublicView(msgspec.Struct, frozen=True, kw_only=True):
     """A public prefix, under the name that the operator gave it."""
 
     id: int
@@ -492,7 +489,7 @@ class PublicView(_Shape):
     computed: bool
 
 
-class Pins(_Shape):
+class Pins(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /v1/pins``."""
 
     pins: list[PinView]
@@ -502,7 +499,7 @@ class Pins(_Shape):
 # Pages of rows: ``next`` is the cursor of the next page, None at the end.
 
 
-class Tenants(_Shape):
+class Tenants(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /v1/tenants``: sorted by any column, filtered."""
 
     rows: list[TenantRow]
@@ -510,7 +507,7 @@ class Tenants(_Shape):
     next: str | None
 
 
-class Namespaces(_Shape):
+class Namespaces(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /v1/namespaces``."""
 
     rows: list[NamespaceRow]
@@ -518,7 +515,7 @@ class Namespaces(_Shape):
     next: str | None
 
 
-class Nodes(_Shape):
+class Nodes(msgspec.Struct, frozen=True, kw_only=True):
     """Roots, children or a path."""
 
     rows: list[NodeRow]
@@ -526,13 +523,13 @@ class Nodes(_Shape):
     next: str | None
 
 
-class Victims(_Shape):
+class Victims(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /v1/tenants/{name}/victims``."""
 
     rows: list[VictimRow]
 
 
-class Requests(_Shape):
+class Requests(msgspec.Struct, frozen=True, kw_only=True):
     """``GET /v1/requests``: the newest first."""
 
     rows: list[RequestView]
@@ -543,7 +540,7 @@ class Requests(_Shape):
 # Changes: what is sent, and what is answered.
 
 
-class FlushBody(_Shape, forbid_unknown_fields=True):
+class FlushBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/flush``. Exactly one of the two is given.
 
     Attributes:
@@ -555,7 +552,7 @@ class FlushBody(_Shape, forbid_unknown_fields=True):
     all: bool = False
 
 
-class FlushDone(_Shape):
+class FlushDone(msgspec.Struct, frozen=True, kw_only=True):
     """Attributes:
     freed: tokens.
     """
@@ -563,25 +560,25 @@ class FlushDone(_Shape):
     freed: int
 
 
-class QuotaBody(_Shape, forbid_unknown_fields=True):
+class QuotaBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``PUT /v1/tenants/{name}/quota``: what is not given stays; null takes a limit away.
 
     It lasts until the file of tenants is read again or the server ends.
     """
 
     weight: float | msgspec.UnsetType = msgspec.UNSET
-    cache_floor: float | None | msgspec.UnsetType = msgspec.UNSET
-    cache_cap: float | None | msgspec.UnsetType = msgspec.UNSET
-    cache_ttl: float | None | msgspec.UnsetType = msgspec.UNSET
+    cache_floor: float | msgspec.UnsetType | None = msgspec.UNSET
+    cache_cap: float | msgspec.UnsetType | None = msgspec.UNSET
+    cache_ttl: float | msgspec.UnsetType | None = msgspec.UNSET
 
 
-class PinBody(_Shape, forbid_unknown_fields=True):
+class PinBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/pins``: the prefix that ends with this node."""
 
     node: int
 
 
-class Reloaded(_Shape):
+class Reloaded(msgspec.Struct, frozen=True, kw_only=True):
     """``POST /v1/tenants/reload``.
 
     Attributes:
@@ -597,19 +594,19 @@ class Reloaded(_Shape):
     warnings: list[str]
 
 
-class AdmissionBody(_Shape, forbid_unknown_fields=True):
+class AdmissionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``PUT /v1/admission``."""
 
     paused: bool
 
 
-class LogLevelBody(_Shape, forbid_unknown_fields=True):
+class LogLevelBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``PUT /v1/log-level``."""
 
     level: Literal["debug", "info", "warning", "error"]
 
 
-class Changed(_Shape):
+class Changed(msgspec.Struct, frozen=True, kw_only=True):
     """A change was made.
 
     Attributes:
@@ -619,7 +616,7 @@ class Changed(_Shape):
     done: str
 
 
-class RevealBody(_Shape, forbid_unknown_fields=True):
+class RevealBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/nodes/{id}/reveal``.
 
     Attributes:
@@ -629,7 +626,7 @@ class RevealBody(_Shape, forbid_unknown_fields=True):
     reason: str
 
 
-class Revealed(_Shape):
+class Revealed(msgspec.Struct, frozen=True, kw_only=True):
     """The text of a node's first tokens.
 
     Attributes:
@@ -644,7 +641,7 @@ class Revealed(_Shape):
 # GET /v1/watch: one of these a line.
 
 
-class HelloFrame(_Shape, tag_field="frame", tag="hello"):
+class HelloFrame(msgspec.Struct, frozen=True, kw_only=True, tag_field="frame", tag="hello"):
     """The first one."""
 
     api: int
@@ -656,7 +653,7 @@ class HelloFrame(_Shape, tag_field="frame", tag="hello"):
     rate: float
 
 
-class SnapshotFrame(_Shape, tag_field="frame", tag="snapshot"):
+class SnapshotFrame(msgspec.Struct, frozen=True, kw_only=True, tag_field="frame", tag="snapshot"):
     """A state topic as it is; forget what was known of it.
 
     Attributes:
@@ -671,7 +668,7 @@ class SnapshotFrame(_Shape, tag_field="frame", tag="snapshot"):
     last: bool
 
 
-class DeltaFrame(_Shape, tag_field="frame", tag="delta"):
+class DeltaFrame(msgspec.Struct, frozen=True, kw_only=True, tag_field="frame", tag="delta"):
     """Rows of a state topic that changed, whole.
 
     Attributes:
@@ -685,7 +682,7 @@ class DeltaFrame(_Shape, tag_field="frame", tag="delta"):
     gone: list[str]
 
 
-class EventsFrame(_Shape, tag_field="frame", tag="events"):
+class EventsFrame(msgspec.Struct, frozen=True, kw_only=True, tag_field="frame", tag="events"):
     """Rows of an event topic, each once, in order: `EventRow` or `EvictionRow`."""
 
     topic: Topic
@@ -693,7 +690,7 @@ class EventsFrame(_Shape, tag_field="frame", tag="events"):
     rows: list[msgspec.Raw]
 
 
-class GapFrame(_Shape, tag_field="frame", tag="gap"):
+class GapFrame(msgspec.Struct, frozen=True, kw_only=True, tag_field="frame", tag="gap"):
     """Rows of an event topic that this reader was too slow for, or that nobody has.
 
     Attributes:
@@ -707,13 +704,13 @@ class GapFrame(_Shape, tag_field="frame", tag="gap"):
     end: int
 
 
-class MirrorFrame(_Shape, tag_field="frame", tag="mirror"):
+class MirrorFrame(msgspec.Struct, frozen=True, kw_only=True, tag_field="frame", tag="mirror"):
     """One message of the engine's feed (`ktserve.feed`), for recordings. admin.sock only."""
 
     message: msgspec.Raw
 
 
-class MarkFrame(_Shape, tag_field="frame", tag="mark"):
+class MarkFrame(msgspec.Struct, frozen=True, kw_only=True, tag_field="frame", tag="mark"):
     """At least once a second: everything up to ``seq`` was sent.
 
     Attributes:
@@ -726,13 +723,13 @@ class MarkFrame(_Shape, tag_field="frame", tag="mark"):
     state: Literal["live", "stale", "none"]
 
 
-class RestartedFrame(_Shape, tag_field="frame", tag="restarted"):
+class RestartedFrame(msgspec.Struct, frozen=True, kw_only=True, tag_field="frame", tag="restarted"):
     """Another life of the engine begins; snapshots of all topics follow."""
 
     boot: str | None
 
 
-class ByeFrame(_Shape, tag_field="frame", tag="bye"):
+class ByeFrame(msgspec.Struct, frozen=True, kw_only=True, tag_field="frame", tag="bye"):
     """The last one.
 
     Attributes:
