@@ -207,13 +207,14 @@ class FeedBatch(msgspec.Struct, frozen=True, kw_only=True, tag="batch", omit_def
 
 
 class TreePart(msgspec.Struct, frozen=True, array_like=True):
-    """Some of a tree's nodes in a snapshot; see `ktserve.cache.shadow.Slice`.
+    """Some of a tree's nodes in a snapshot; see `ktserve.cache.shadow.TreePart`.
 
     Attributes:
         namespace: its index.
         tenant: the index of its tenant.
         nodes: each the fields of `ktserve.cache.shadow.NodeState`.
         gone: ids from earlier parts that are no more.
+        first: what earlier parts said of this tree does not count.
         last: the tree is whole with this part, as it was before the part's ``seq``.
     """
 
@@ -223,6 +224,7 @@ class TreePart(msgspec.Struct, frozen=True, array_like=True):
     last_used: int
     nodes: list[tuple[int, int, int, int, int, int, int, int]]
     gone: list[int]
+    first: bool
     last: bool
 
 

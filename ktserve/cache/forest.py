@@ -108,6 +108,11 @@ class RadixForest:
         self._tick = tick
         return tick
 
+    @property
+    def tick(self) -> int:
+        """The newest operation's tick."""
+        return self._tick
+
     # Reading.
 
     def peek(

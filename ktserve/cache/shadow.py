@@ -2,10 +2,11 @@
 
 It knows the shape, the locks, ages, hits and sizes, and no token and no page. A record that cannot
 follow what is known is refused, and everything after it, until a snapshot
-(`ktserve.cache.walk.snapshot`) says anew how things are.
+(`ktserve.cache.snapshot`) says anew how things are.
 
-A snapshot comes in slices between which the forest may go on. A tree's records touch no other tree,
-so each tree counts from the record that came next when its slice was taken.
+A snapshot comes in slices between which the forest may go on, and a tree in as many parts as it
+needs. A tree's records touch no other tree, so each tree counts from the record that came next when
+its last part was taken.
 """
 
 from __future__ import annotations
@@ -53,13 +54,16 @@ class NodeState(NamedTuple):
     hits: int
 
 
-class TreeState(NamedTuple):
-    """A tree in a snapshot.
+class TreePart(NamedTuple):
+    """Some nodes of a tree in a snapshot. A node in a later part is as it says there.
 
     Attributes:
         namespace: its index.
         tenant: its index.
-        nodes: its roots and all others, parents first.
+        nodes: roots and others. Parents may come after their children.
+        gone: ids from earlier parts that are no more.
+        first: what earlier parts said of this tree does not count.
+        last: with this part the tree is whole.
     """
 
     namespace: int
@@ -67,18 +71,20 @@ class TreeState(NamedTuple):
     leases: int
     last_used: int
     nodes: list[NodeState]
+    gone: list[int]
+    first: bool
+    last: bool
 
 
 class Slice(NamedTuple):
-    """Some trees of a snapshot.
+    """A piece of a snapshot, during which nothing changed.
 
     Attributes:
-        seq: the number of the first record that is not in them.
-        trees: whole ones.
+        seq: the number of the first record that is not in it.
     """
 
     seq: int
-    trees: list[TreeState]
+    trees: list[TreePart]
 
 
 class ShadowNode:
@@ -171,6 +177,9 @@ class Shadow:
         # one, and from which on they count, by tree.
         self._settled = 0
         self._counts_from: dict[int, int] = {}
+        # While a snapshot is loaded: where it began, and the trees that are not whole yet.
+        self._begin = _LOST
+        self._parts: dict[int, _Parts] = {}
 
     def apply(self, record: Record | tuple[int, ...]) -> None:
         """Follow one record.
@@ -192,19 +201,48 @@ class Shadow:
         Raises:
             CannotFollow: the snapshot is empty or contradicts itself.
         """
-        self.seq = _LOST
+        self.begin()
+        for part in snapshot:
+            self.add(part)
+        self.finish()
+
+    def begin(self) -> None:
+        """Forget everything: a snapshot comes. No record can be followed until `finish`."""
+        self.seq = self._begin = _LOST
         self.trees, self.nodes = {}, {}
         self._counts_from = {}
-        begin = None
-        for seq, trees in snapshot:
-            begin = seq if begin is None else begin
-            self._settled = seq
-            for tree in trees:
-                self._load_tree(tree)
+        self._parts: dict[int, _Parts] = {}
+
+    def add(self, part: Slice) -> None:
+        """Take in the next slice of the snapshot.
+
+        Raises:
+            CannotFollow: it contradicts itself.
+        """
+        seq, trees = part
+        if self._begin == _LOST:
+            self._begin = seq
+        self._settled = seq
+        for tree in trees:
+            self._load_part(tree)
+            if tree.last:
                 self._counts_from[tree.namespace] = seq
-        if begin is None:
+
+    def finish(self) -> None:
+        """The snapshot is complete; go on at the record `seq`, the first that came after its begin.
+
+        Raises:
+            CannotFollow: nothing was added.
+        """
+        if self._begin == _LOST:
             raise CannotFollow("a snapshot without a slice; take it anew")
-        self.seq = begin
+        for index, parts in self._parts.items():
+            # It was closed before it was told whole.
+            for node_id in parts.nodes:
+                del self.nodes[node_id]
+            self.trees.pop(index, None)
+        self._parts = {}
+        self.seq = self._begin
 
     def _counts(self, seq: int, kind: int, namespace: int) -> bool:
         """Whether a record from the time of the snapshot tells something that is not in it."""
@@ -214,20 +252,77 @@ class Shadow:
         # Of a tree that was there before the snapshot and was gone before its turn: nothing.
         return kind in (_OPENED, _REPAIRED) or namespace in self.trees
 
-    def _load_tree(self, state: TreeState) -> None:
-        first, *others = state.nodes
-        tree = ShadowTree(state.namespace, state.tenant, first.id, first.created)
-        tree.leases, tree.last_used = state.leases, state.last_used
-        self._add_tree(tree)
-        _set_counts(tree.root, first)
-        for one in others:
-            if one.parent:
-                above = self._find(one.parent, state.namespace)
-                node = self._add_child(one.id, above, one.tokens, one.created)
+    def _load_part(self, part: TreePart) -> None:
+        index = part.namespace
+        parts = self._parts.get(index)
+        if part.first or parts is None:
+            if parts is not None:
+                for node_id in parts.nodes:
+                    del self.nodes[node_id]
+                self.trees.pop(index, None)
+            parts = self._parts[index] = _Parts()
+        tree = self.trees.get(index)
+        for state in part.nodes:
+            if tree is None:
+                # The first node is the root where prompts begin.
+                tree = ShadowTree(index, part.tenant, state.id, state.created)
+                self._add_tree(tree)
+                parts.nodes.add(state.id)
+                _set_counts(tree.root, state)
             else:
-                node = self._add_graft(one.id, tree, one.public, one.created)
-            _set_counts(node, one)
-            tree.locked += one.tokens if one.locks else 0
+                self._load_node(state, tree, parts)
+        if tree is None:
+            raise CannotFollow(f"tree {index} has a part without a root")
+        for node_id in part.gone:
+            self._unload(node_id, tree, parts)
+        tree.leases, tree.last_used = part.leases, part.last_used
+        if part.last:
+            if parts.orphans:
+                raise CannotFollow(f"tree {index} has nodes without the nodes above them")
+            tree.nodes = len(parts.nodes) - 1 - len(tree.grafts)
+            tree.resident, tree.locked = parts.resident, parts.locked
+            del self._parts[index]
+
+    def _load_node(self, state: NodeState, tree: ShadowTree, parts: _Parts) -> None:
+        node = self.nodes.get(state.id)
+        if node is None:
+            if state.public:
+                node = self._add_graft(state.id, tree, state.public, state.created)
+            else:
+                node = ShadowNode(state.id, tree, None, 0, state.created)
+                self._add_node(node)
+            parts.nodes.add(state.id)
+        elif node.tree is not tree:
+            raise CannotFollow(f"node {state.id} is in two trees")
+        parts.count(node, -1)
+        node.tokens = state.tokens
+        _set_counts(node, state)
+        parts.count(node, 1)
+        if state.parent and (node.parent is None or node.parent.id != state.parent):
+            if node.parent is not None:
+                _cut(node)
+            above = self.nodes.get(state.parent)
+            if above is None:
+                parts.orphans.setdefault(state.parent, {})[node.id] = node
+            else:
+                node.parent = above
+                _children(above)[node.id] = node
+        for child in parts.orphans.pop(node.id, {}).values():
+            child.parent = node
+            _children(node)[child.id] = child
+
+    def _unload(self, node_id: int, tree: ShadowTree, parts: _Parts) -> None:
+        node = self.nodes.get(node_id)
+        if node is None or node.tree is not tree or node.children:
+            raise CannotFollow(f"node {node_id} is gone from tree {tree.index}, and was no leaf")
+        parts.count(node, -1)
+        parts.nodes.discard(node_id)
+        del self.nodes[node_id]
+        _cut(node)
+        for above, waiting in list(parts.orphans.items()):
+            waiting.pop(node_id, None)
+            if not waiting:
+                del parts.orphans[above]
 
     def _follow(
         self, kind: int, node: int, parent: int, namespace: int, tokens: int, reason: int, tick: int
@@ -380,10 +475,7 @@ class Shadow:
         tree.resident -= tokens
         if not leaf.tokens:
             del self.nodes[node]
-            siblings = _children(above)
-            del siblings[node]
-            if not siblings:
-                above.children = _NONE
+            _cut(leaf)
             tree.nodes -= 1
 
     # What they share.
@@ -440,6 +532,39 @@ def _children(node: ShadowNode) -> dict[int, ShadowNode]:
         return children
     node.children = created = dict[int, ShadowNode]()
     return created
+
+
+def _cut(node: ShadowNode) -> None:
+    """Take ``node`` out of the children of the node above it."""
+    above, node.parent = node.parent, None
+    if above is not None:
+        siblings = _children(above)
+        del siblings[node.id]
+        if not siblings:
+            above.children = _NONE
+
+
+class _Parts:
+    """What was loaded of a tree that is not whole yet.
+
+    Attributes:
+        nodes: ids, those of roots among them.
+        orphans: nodes by the id of the node above them, which has still to come.
+        resident: tokens.
+        locked: those of them under a lease.
+    """
+
+    __slots__ = ("locked", "nodes", "orphans", "resident")
+
+    def __init__(self) -> None:
+        self.nodes: set[int] = set()
+        self.orphans: dict[int, dict[int, ShadowNode]] = {}
+        self.resident = self.locked = 0
+
+    def count(self, node: ShadowNode, times: int) -> None:
+        self.resident += times * node.tokens
+        if node.locks:
+            self.locked += times * node.tokens
 
 
 def _set_counts(node: ShadowNode, state: NodeState) -> None:

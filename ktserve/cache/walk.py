@@ -1,4 +1,4 @@
-"""Looking at the live forest: its nodes, its next victims, and how it is now, for operators.
+"""Looking at the live forest: its nodes and its next victims, for operators.
 
 Nothing here changes anything: no age, no order, no edge. What it returns is true until the next
 operation on the forest.
@@ -15,8 +15,6 @@ from ktserve.cache.accounts import Account, Accounts
 from ktserve.cache.forest import Behind, RadixForest
 from ktserve.cache.kept import PublicPrefix
 from ktserve.cache.node import Node, Tree
-from ktserve.cache.records import Records
-from ktserve.cache.shadow import NodeState, Slice, TreeState
 from ktserve.tenancy.namespace import Namespace
 
 Order = Literal["size", "last_used", "created", "hits", "priority", "locks", "children", "id"]
@@ -260,48 +258,3 @@ def elsewhere(
         and (pages := held(tree)) > known
     ]
     return heapq.nsmallest(most, found, key=lambda one: (-one[1], one[0].index))
-
-
-# How things are now.
-
-
-def snapshot(forest: RadixForest, records: Records, nodes: int = 4096) -> Iterator[Slice]:
-    """The whole forest, for `ktserve.cache.shadow.Shadow.load`.
-
-    Between two slices the forest may go on; what it does then is in the records from the first
-    slice's ``seq`` on. A tree is in one slice, however large.
-
-    Args:
-        records: where the forest tells its changes.
-        nodes: a slice is full with so many.
-    """
-    size = forest.page_size
-    part: list[TreeState] = []
-    count = 0
-    trees = list(forest.trees())
-    yield Slice(records.next_seq, [])
-    for tree in trees:
-        if forest.tree(tree.namespace) is not tree:
-            continue  # closed meanwhile
-        states = [_state(tree.root, 0, 0)]
-        states += [_state(root, size, public) for public, root in tree.grafts.items()]
-        states += [_state(node, size, 0) for node in tree.walk()]
-        part.append(TreeState(tree.index, tree.account.index, tree.leases, tree.last_used, states))
-        count += len(states)
-        if count >= nodes:
-            yield Slice(records.next_seq, part)
-            part, count = [], 0
-    yield Slice(records.next_seq, part)
-
-
-def _state(node: Node, page_size: int, public: int) -> NodeState:
-    return NodeState(
-        node.id,
-        0 if node.parent is None else node.parent.id,
-        public,
-        node.size * page_size,
-        node.locks,
-        node.last_used,
-        node.created,
-        node.hits,
-    )

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import ktserve
-from ktserve.cli import bench, run, tenants
+from ktserve.cli import bench, completions, doctor, run, tenants
 from ktserve.cli.exit_codes import ExitCode
 
 # Without rich: formatting the help with it takes as long again as everything else together. Pretty
@@ -43,6 +43,8 @@ def root(
 
 
 run.register(app)
+completions.register(app)
+doctor.register(app)
 app.add_typer(tenants.app, name="tenants")
 app.add_typer(bench.app, name="bench")
 

@@ -14,7 +14,7 @@ from ktserve.cache.manager import CacheManager
 from ktserve.cache.node import Node
 from ktserve.cache.records import Kind, Record, Records, Why
 from ktserve.cache.shadow import CannotFollow, Shadow, ShadowNode, Slice
-from ktserve.cache.walk import snapshot
+from ktserve.cache.snapshot import snapshot
 
 EACH = 100_000 // len(SETUPS) + 1
 
@@ -124,7 +124,7 @@ def test_an_overflowed_ring_is_noticed(setup: Setup) -> None:
 
 def slices(driver: Driver, steps: int) -> Iterator[Slice]:
     """A snapshot that is taken while the cache goes on."""
-    for part in snapshot(driver.cache.forest, driver.records, nodes=1):
+    for part in snapshot(driver.cache.forest, driver.records, nodes=driver.random.randrange(1, 5)):
         yield part
         for _ in range(steps):
             driver.step()
