@@ -211,7 +211,7 @@ class Shadow:
         self.seq = self._begin = _LOST
         self.trees, self.nodes = {}, {}
         self._counts_from = {}
-        self._parts: dict[int, _Parts] = {}
+        self._parts = {}
 
     def add(self, part: Slice) -> None:
         """Take in the next slice of the snapshot.

@@ -56,6 +56,7 @@ class _Walk:
         self._records = records
         self._size = forest.page_size
         self._since = 0
+        self._first = True
         self._publics: dict[int, int] = {}
         self._start()
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
 import re
 import resource
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +20,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import ktserve
+from ktserve.cli import diagnosis, plan
 from ktserve.cli import main as cli
-from ktserve.cli import plan
+from ktserve.cli.diagnosis import Finding
 from ktserve.cli.exit_codes import ExitCode
 from ktserve.config import Settings, declared
 from ktserve.resolution import resolve
@@ -252,11 +255,66 @@ def test_a_fault_of_our_own_ends_with_70(
     assert "RuntimeError: broken\\x1b" in error
 
 
-def test_completions_are_those_of_the_command_tree() -> None:
-    generated = runpy.run_path(str(ROOT / "scripts" / "completions.py"))["scripts"]()
-    assert {path.name for path in generated} == {"ktserve.bash", "_ktserve", "ktserve.fish"}
-    stale = [path.name for path, text in generated.items() if path.read_text() != text]
+def test_completions_and_man_pages_are_those_of_the_command_tree() -> None:
+    generated = runpy.run_path(str(ROOT / "scripts" / "completions.py"))["generated"]()
+    there = {path for path in generated if path.exists()}
+    there |= {*(ROOT / "completions").iterdir(), *(ROOT / "docs" / "man").iterdir()}
+    stale = [path.name for path in there if generated.get(path) != path.read_text()]
     assert not stale, "run `make completions`"
+    assert there == set(generated)
+    assert ROOT / "docs" / "man" / "ktserve-tenants-new.1" in generated
+
+
+def test_the_command_prints_the_script_that_is_kept() -> None:
+    for shell, name in (("bash", "ktserve.bash"), ("zsh", "_ktserve"), ("fish", "ktserve.fish")):
+        done = invoke("completions", shell)
+        assert done.exit_code == 0
+        assert done.stdout == (ROOT / "completions" / name).read_text()
+    assert invoke("completions", "tcsh").exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_the_shell_itself_reads_the_script(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    name = {"zsh": "_ktserve", "fish": "ktserve.fish"}[shell]
+    script = str(ROOT / "completions" / name)
+    subprocess.run([shell, "-n", script], check=True, timeout=30)
+    if shell == "fish":
+        program = f"source {script}; complete -C 'ktserve doc'"
+        done = subprocess.run(
+            ["fish", "--no-config", "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        )
+        assert done.stdout.startswith("doctor")
+
+
+def test_a_doctor_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = [
+        Finding("good", "python", "3.11"),
+        Finding("bad", "model", "none\x1b[2J", "give MODEL"),
+    ]
+    monkeypatch.setattr(diagnosis, "examine", lambda _settings: iter(findings))
+    done = invoke("doctor")
+    assert done.exit_code == ExitCode.CHECK_FAILED
+    assert "none\\x1b[2J" in done.stdout
+    assert "-> give MODEL" in done.stdout
+    assert "python" not in invoke("doctor", "--quiet").stdout
+    shown = json.loads(invoke("doctor", "--json").stdout)
+    assert [one["state"] for one in shown] == ["good", "bad"]
+    findings.pop()
+    assert invoke("doctor").exit_code == ExitCode.GOOD
+    assert invoke("doctor", "no/such/model.gguf").exit_code == ExitCode.GOOD
+
+
+def test_a_doctor_finds_a_model_that_is_not_there() -> None:
+    by_name = {one.what: one for one in diagnosis.examine(Settings(model="./no-such-model"))}
+    assert by_name["model"].state == "bad"
+    assert by_name["model"].remedy
+    assert by_name["torch"].state == "good"
 
 
 def test_settings_table_is_that_of_the_declarations() -> None:
