@@ -26,7 +26,6 @@ from ktserve.models.packaged import PackagedModelMissing
 from ktserve.models.source import ModelNotFound, ModelSource, locate, resolve
 from ktserve.models.tokenizer import InvalidTokenizer, load_tokenizer
 from ktserve.tenancy.tenants import Tenants
-from ktserve.tenancy.tenants_file import TenantsFileError
 
 BACKLOG = 2048
 STOP_SECONDS = 2
@@ -44,7 +43,6 @@ _USER_ERRORS = (
     InvalidTokenizer,
     ModelNotFound,
     PackagedModelMissing,
-    TenantsFileError,
     UnusablePublicPrefix,
     UnsupportedTokenizer,
 )

@@ -257,7 +257,6 @@ def test_a_port_that_is_taken_is_said_to_the_supervisor(model: str) -> None:
     ("settings", "named"),
     [
         ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
-        ({"tenants": "/nowhere/tenants.toml"}, "/nowhere/tenants.toml"),
         ({"ssl_certfile": __file__}, "--ssl-certfile"),
         ({"host": "203.0.113.1"}, "--host"),
     ],
